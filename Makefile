@@ -1,0 +1,16 @@
+PY   ?= $(or $(shell command -v python3.11),$(shell command -v python3))
+VENV ?= .venv
+BIN  := $(VENV)/bin
+# The pins of constraints/cpu.txt hold a CPU build of torch; a machine with an NVIDIA driver gets its normal one.
+CONSTRAINTS ?= $(if $(wildcard /proc/driver/nvidia/version),,-c constraints/cpu.txt)
+ARGS ?= model=mamba task=selective_copy
+
+.PHONY: train test
+train: $(VENV)/.ok
+	$(BIN)/python train.py $(ARGS)
+test: $(VENV)/.ok
+	$(BIN)/python -m pytest
+$(VENV)/.ok: pyproject.toml constraints/cpu.txt
+	$(PY) -m venv $(VENV)
+	$(BIN)/python -m pip install -q $(CONSTRAINTS) -e '.[dev]'
+	touch $@
