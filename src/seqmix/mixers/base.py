@@ -1,0 +1,56 @@
+"""What a mixer is.
+
+A mixer moves information along time: (B, L, D) in, (B, L, D) out, causal. It has two views of one function: `forward`
+sees a whole sequence and is what training runs; `step` sees one token and a state and is what decoding runs.
+`prefill` goes between them: a piece of a sequence, of any length, and a state.
+
+The laws, each a test over every model in conf/model (tests/test_mixers.py):
+
+1. causal              changing a token changes nothing before it
+2. one function        stepping through a sequence equals forward (in float64, to rounding)
+3. any pieces          prefill in any pieces equals one piece, also pieces shorter than a convolution
+4. functional state    a state is handed in and handed back; the one handed in still holds what it held; the module keeps none
+5. counted bytes       the bytes of a state are summed over its tensors
+6. padding             what follows a sequence, or sits beside it in the batch, changes nothing in it
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+State = NamedTuple  # of tensors (or further such tuples), the batch in their first axis
+
+
+class Mixer(nn.Module):
+    """Base class of all mixers; a constructor names every parameter, `d_model` first, and takes no `**kwargs`."""
+
+    d_model: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, L, D) -> y (B, L, D), from the empty state."""
+        y, _ = self.prefill(x, self.init_state(len(x)))
+        return y
+
+    def init_state(self, batch: int) -> State:
+        """The empty state, before any token: on the device of the parameters, the batch in the first axis."""
+        raise NotImplementedError
+
+    def step(self, x_t: Tensor, state: State) -> tuple[Tensor, State]:
+        """x_t (B, D), state -> y_t (B, D), the state after it."""
+        y, state = self.prefill(x_t.unsqueeze(1), state)
+        return y.squeeze(1), state
+
+    def prefill(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        """x (B, L, D) with L >= 0, the state before it -> y (B, L, D), the state after it."""
+        raise NotImplementedError
+
+
+def no_weight_decay(parameter: nn.Parameter, lr_scale: float = 1.0, max_lr: float | None = None) -> nn.Parameter:
+    """Declare, where a parameter is made, that it is not decayed and how its learning rate differs.
+
+    The mark is the one attribute `optim.py` reads; names are not looked at anywhere.
+    """
+    parameter._optim = {"weight_decay": 0.0, "lr_scale": lr_scale, "max_lr": max_lr}
+    return parameter

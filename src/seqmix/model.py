@@ -1,0 +1,186 @@
+"""The one backbone: embedding, pre-norm residual blocks, norm, tied head. It names no architecture.
+
+    x = E[tokens]                               (B, L, D), float32 whatever the precision of the rest
+    x = x + mixer(norm(x))                      along time
+    x = x + channel_mixer(norm(x))              across channels, where the block has one
+    logits = norm(x) Eᵀ                         (B, L, V)
+
+Initialisation. Each part initialises its own parameters where it makes them; nothing walks the finished model, so what a
+mixer set (Mamba's Δ bias and A, S4's spectrum) stays set. The backbone adds two things:
+
+    E                                           N(0, 0.02²)
+    out_proj.weight of every mixer              divided by √(number of residual additions), as GPT-2 (Radford et al. 2019, §2.3)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from seqmix.mixers.base import Mixer, State
+
+ModelState = tuple[State, ...]  # one a block
+
+
+class Block(nn.Module):
+    """Residual block: a mixer along time and, where given, a mixer across channels."""
+
+    def __init__(self, d_model: int, mixer: Mixer, channel_mixer: nn.Module | None = None, dropout: float = 0.0):
+        super().__init__()
+        self.norm = nn.RMSNorm(d_model, eps=1e-5)
+        self.mixer = mixer
+        self.channel_norm = nn.RMSNorm(d_model, eps=1e-5) if channel_mixer is not None else None
+        self.channel_mixer = channel_mixer
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._across_channels(x + self.dropout(self.mixer(self.norm(x))))
+
+    def init_state(self, batch: int) -> State:
+        return self.mixer.init_state(batch)
+
+    def prefill(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        y, state = self.mixer.prefill(self.norm(x), state)
+        return self._across_channels(x + self.dropout(y)), state
+
+    def step(self, x_t: Tensor, state: State) -> tuple[Tensor, State]:
+        y_t, state = self.mixer.step(self.norm(x_t), state)
+        return self._across_channels(x_t + self.dropout(y_t)), state
+
+    def _across_channels(self, x: Tensor) -> Tensor:
+        if self.channel_mixer is None:
+            return x
+        return x + self.dropout(self.channel_mixer(self.channel_norm(x)))
+
+
+class SequenceModel(nn.Module):
+    """A stack of blocks over tokens.
+
+    vocab_size, d_model, n_layer: sizes. mixer, channel_mixer: called with `d_model=`, once a block, to make its parts.
+    Tokens are (B, L) int64; logits (B, L, V) in the dtype of the autocast region, or of the parameters.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        d_model: int,
+        n_layer: int,
+        mixer: Callable[..., Mixer],
+        channel_mixer: Callable[..., nn.Module] | None = None,
+        dropout: float = 0.0,
+    ):
+        super().__init__()
+        for name, value in (("vocab_size", vocab_size), ("d_model", d_model), ("n_layer", n_layer)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        if not 0.0 <= dropout < 1.0:
+            raise ValueError(f"dropout must lie in [0, 1), got {dropout!r}")
+        self.vocab_size = vocab_size
+        self.embedding = nn.Embedding(vocab_size, d_model)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        self.blocks = nn.ModuleList(
+            Block(d_model, mixer(d_model=d_model), channel_mixer and channel_mixer(d_model=d_model), dropout)
+            for _ in range(n_layer)
+        )
+        self.norm = nn.RMSNorm(d_model, eps=1e-5)
+        self._shrink_residual_projections()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens (B, L) -> logits (B, L, V); position t sees tokens 0..t."""
+        x = self._embed(tokens)  # (B, L, D)
+        for block in self.blocks:
+            x = block(x)
+        return self._head(x)
+
+    def init_state(self, batch: int) -> ModelState:
+        """The state before any token, for `batch` rows."""
+        return tuple(block.init_state(batch) for block in self.blocks)
+
+    def prefill(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
+        """tokens (B, L), the state before them -> logits (B, L, V), the state after them. Any L >= 0."""
+        x = self._embed(tokens)  # (B, L, D)
+        after = []
+        for block, block_state in zip(self.blocks, state, strict=True):
+            x, block_state = block.prefill(x, block_state)
+            after.append(block_state)
+        return self._head(x), tuple(after)
+
+    def step(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
+        """tokens (B,), the state before them -> logits (B, V), the state after them."""
+        x = self._embed(tokens)  # (B, D)
+        after = []
+        for block, block_state in zip(self.blocks, state, strict=True):
+            x, block_state = block.step(x, block_state)
+            after.append(block_state)
+        return self._head(x), tuple(after)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        tokens: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """tokens (B, L), L >= 1 -> (B, L + max_new_tokens): the prompt and its continuation.
+
+        temperature 0 takes the largest logit; top_k keeps the k largest (all, where k exceeds V). Sampling is in float32
+        from `generator`. The module's mode is put back as it was. ValueError for an empty prompt, a negative count or
+        temperature, and for logits that are not finite.
+        """
+        if tokens.ndim != 2 or tokens.shape[1] == 0:
+            raise ValueError(f"generate needs a prompt of at least one token a row, got shape {tuple(tokens.shape)}")
+        if max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
+        if temperature < 0:
+            raise ValueError(f"temperature must be at least 0, got {temperature}")
+        if top_k is not None and top_k < 1:
+            raise ValueError(f"top_k must be at least 1, got {top_k}")
+        if max_new_tokens == 0:
+            return tokens
+        was_training = self.training
+        self.eval()
+        try:
+            logits, state = self.prefill(tokens, self.init_state(len(tokens)))
+            logits, out = logits[:, -1], [tokens]
+            for i in range(max_new_tokens):
+                new = _draw(logits, temperature, top_k, generator)  # (B,)
+                out.append(new[:, None])
+                if i + 1 < max_new_tokens:
+                    logits, state = self.step(new, state)
+        finally:
+            self.train(was_training)
+        return torch.cat(out, dim=1)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        return x.to(torch.promote_types(x.dtype, torch.float32))  # the residual stream stays in float32, or wider
+
+    def _head(self, x: Tensor) -> Tensor:
+        return F.linear(self.norm(x), self.embedding.weight)
+
+    @torch.no_grad()
+    def _shrink_residual_projections(self) -> None:
+        into_residual = [block.mixer for block in self.blocks]
+        into_residual += [block.channel_mixer for block in self.blocks if block.channel_mixer is not None]
+        for part in into_residual:
+            part.out_proj.weight /= math.sqrt(len(into_residual))
+
+
+def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+    """logits (B, V) -> one token a row (B,)."""
+    logits = logits.float()
+    if not torch.isfinite(logits).all():
+        raise ValueError("the model's logits are not finite: nothing can be sampled from them")
+    if temperature < 1e-6:  # dividing by less would overflow; the limit is the largest logit
+        return logits.argmax(-1)
+    logits = logits / temperature
+    if top_k is not None and top_k < logits.shape[-1]:
+        kth = logits.topk(top_k, dim=-1).values[:, -1:]  # (B, 1)
+        logits = logits.masked_fill(logits < kth, float("-inf"))
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
