@@ -16,8 +16,10 @@ The laws, each a test over every model in conf/model (tests/test_mixers.py):
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Self
 
+import torch
 from torch import Tensor, nn
 
 State = NamedTuple  # of tensors (or further such tuples), the batch in their first axis
@@ -45,6 +47,19 @@ class Mixer(nn.Module):
     def prefill(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         """x (B, L, D) with L >= 0, the state before it -> y (B, L, D), the state after it."""
         raise NotImplementedError
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """What `.to()`, `.half()` and their kin call. The parameters a mixer holds itself (spectra, step sizes, skips: not
+        the weights of its Linears) stay in float32 where the rest goes to 16 bits, in which exp(-0.001) is 1."""
+        if recurse:
+            for child in self.children():
+                child._apply(fn)
+
+        def stop_at_float32(t: Tensor) -> Tensor:
+            new = fn(t)
+            return t.to(new.device) if new.dtype in (torch.bfloat16, torch.float16) else new
+
+        return super()._apply(stop_at_float32, recurse=False)
 
 
 def no_weight_decay(parameter: nn.Parameter, lr_scale: float = 1.0, max_lr: float | None = None) -> nn.Parameter:

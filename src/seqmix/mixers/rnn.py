@@ -1,0 +1,46 @@
+"""The simple recurrent network (Elman 1990, "Finding Structure in Time").
+
+    h_t = tanh(W x_t + U h_{t-1} + b)      y_t = W_o h_t
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from seqmix.mixers.base import Mixer
+
+
+class RNNState(NamedTuple):
+    h: Tensor  # (B, H)
+
+
+class RNN(Mixer):
+    """One tanh layer of hidden width expand · d_model, and a projection back.
+
+    U starts as a random orthogonal matrix: at the start, a small state is carried on without loss or growth (Saxe,
+    McClelland & Ganguli 2014; Henaff, Szlam & LeCun 2016). W starts at U(±1/√hidden), b at 0.
+    """
+
+    def __init__(self, d_model: int, expand: float = 1.0):
+        super().__init__()
+        hidden = int(expand * d_model)
+        if hidden < 1:
+            raise ValueError(f"expand · d_model must be at least 1, got expand={expand!r} and d_model={d_model}")
+        self.d_model, self.d_hidden = d_model, hidden
+        self.rnn = nn.RNN(d_model, hidden, nonlinearity="tanh", batch_first=True)
+        nn.init.orthogonal_(self.rnn.weight_hh_l0)
+        nn.init.zeros_(self.rnn.bias_ih_l0)
+        nn.init.zeros_(self.rnn.bias_hh_l0)
+        self.out_proj = nn.Linear(hidden, d_model, bias=False)
+        nn.init.normal_(self.out_proj.weight, std=hidden**-0.5)
+
+    def init_state(self, batch: int) -> RNNState:
+        return RNNState(self.out_proj.weight.new_zeros(batch, self.d_hidden))
+
+    def prefill(self, x: Tensor, state: RNNState) -> tuple[Tensor, RNNState]:
+        if x.shape[1] == 0:  # nn.RNN refuses an empty sequence
+            return x, state
+        y, h = self.rnn(x, state.h[None].to(x.dtype))  # (B, L, H), (1, B, H)
+        return self.out_proj(y), RNNState(h[0])
