@@ -1,0 +1,199 @@
+"""Timing, memory and counting, on clocks and allocators that lie in known ways."""
+
+from __future__ import annotations
+
+import math
+import platform
+import subprocess
+import sys
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from seqmix import measure
+
+
+class Clock:
+    """Seconds that pass only when told to."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_window_counts_what_ran_inside_it_and_nothing_of_the_pauses():
+    clock = Clock()
+    timer = measure.WindowTimer(synchronize=lambda: None, clock=clock)
+    clock.sleep(1000)  # before the window
+    timer.resume()
+    clock.sleep(2)
+    timer.add(steps=1, tokens=64, data_seconds=0.5)
+    timer.pause()
+    clock.sleep(1000)  # evaluation
+    timer.resume()
+    timer.resume()  # a second one changes nothing
+    clock.sleep(3)
+    timer.add(steps=1, tokens=64, data_seconds=0.25)
+    assert timer.close() == measure.Window(seconds=5, data_seconds=0.75, steps=2, tokens=128)
+    assert timer.close() == measure.Window(0, 0, 0, 0), "the next window starts from nothing"
+
+
+def test_work_still_queued_on_the_device_is_paid_inside_the_window():
+    clock = Clock()
+    queued = [4.0]
+    timer = measure.WindowTimer(synchronize=lambda: clock.sleep(queued.pop() if queued else 0), clock=clock)
+    timer.resume()
+    clock.sleep(1)  # the host has launched, the device has 4 s to go
+    timer.add(steps=1)
+    assert timer.close().seconds == 5
+
+
+def test_the_device_is_synchronised_at_edges_only():
+    waits = []
+    timer = measure.WindowTimer(synchronize=lambda: waits.append(1), clock=Clock())
+    timer.resume()
+    for _ in range(50):
+        timer.add(steps=1, tokens=8)
+    assert not waits
+    timer.close()
+    assert len(waits) == 1
+    timer.pause()
+    timer.discard()
+    assert len(waits) == 1, "a clock that stands has nothing to wait for"
+
+
+def test_spread_is_median_interquartile_range_and_count():
+    assert measure.spread([]) == (None, None, 0)
+    assert measure.spread([7.0]) == (7.0, 0.0, 1)
+    values = [9.0, 1.0, 4.0, 100.0, 5.0, 2.0]
+    truth = torch.tensor(values, dtype=torch.float64).quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64))
+    median, iqr, count = measure.spread(values)
+    assert count == 6
+    assert median == pytest.approx(truth[1].item(), rel=1e-15)
+    assert iqr == pytest.approx((truth[2] - truth[0]).item(), rel=1e-15)
+
+
+class Allocator:
+    """torch.cuda's peak statistics, over a made-up history."""
+
+    def __init__(self):
+        self.current = self.peak = 0
+
+    def use(self, mib: int) -> None:
+        self.current = mib * measure.MIB
+        self.peak = max(self.peak, self.current)
+
+    def reset_peak_memory_stats(self, device):
+        self.peak = self.current
+
+    def max_memory_allocated(self, device):
+        return self.peak
+
+    def max_memory_reserved(self, device):
+        return 2 * self.peak
+
+
+def test_gpu_peaks_are_of_this_run_and_both_kinds_are_given():
+    allocator = Allocator()
+    peak = measure.PeakMemory(torch.device("cuda", 0), allocator=allocator)
+    allocator.use(4096)  # an earlier, larger job, or autotuning
+    allocator.use(10)
+    peak.reset()
+    allocator.use(100)
+    allocator.use(20)
+    assert (peak.allocated(), peak.reserved(), peak.rss()) == (100, 200, None)
+
+
+def test_on_a_cpu_gpu_peaks_are_null_and_the_resident_set_is_of_this_run():
+    peak = measure.PeakMemory(torch.device("cpu"))
+    peak.reset()
+    before = peak.rss()
+    block = torch.ones(48 * measure.MIB // 4)
+    after = peak.rss()
+    assert (peak.allocated(), peak.reserved()) == (None, None)
+    assert after is not None and (before is None or 40 < after - before < 80)
+    del block
+    peak.reset()
+    again = peak.rss()
+    assert again is None or again < after - 20, "a later, smaller job does not show the larger one's peak"
+
+
+def test_a_host_peak_that_cannot_be_lowered_and_did_not_move_is_unknown():
+    marks = [500.0]
+    host = measure.HostPeak(high_water=lambda: marks[-1], lower=lambda: False)
+    host.reset()
+    assert host.read() is None
+    marks.append(700.0)
+    assert host.read() == 700.0
+
+
+class Inner(NamedTuple):
+    h: torch.Tensor
+    position: int
+
+
+class Outer(NamedTuple):
+    conv: torch.Tensor
+    layers: list
+
+
+def test_state_bytes_sums_every_tensor_in_any_nesting():
+    state = Outer(
+        conv=torch.zeros(1, 3, 5, dtype=torch.bfloat16),  # 30 bytes
+        layers=[
+            Inner(torch.zeros(1, 4, 2, dtype=torch.complex64), 7),  # 64
+            (torch.zeros(2, 2, dtype=torch.float64), {"k": torch.zeros(3, dtype=torch.int64), "none": None}),  # 32 + 24
+            torch.zeros(0, 9),  # nothing
+        ],
+    )
+    assert measure.state_bytes(state) == 30 + 64 + 32 + 24
+    assert measure.state_bytes(torch.zeros(8, 100)[:, 0]) == 32, "a view counts its own elements"
+    assert measure.state_bytes(()) == 0
+
+
+def test_a_tied_head_counts_once_and_embeddings_can_be_left_out():
+    model = nn.Module()
+    model.embedding = nn.Embedding(11, 4)
+    model.inner = nn.Linear(4, 4)
+    model.head = nn.Linear(4, 11, bias=False)
+    model.head.weight = model.embedding.weight
+    assert measure.parameter_count(model) == (11 * 4 + 20, 20)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_nonfinite_element_is_found_and_large_finite_ones_are_not(bad, dtype):
+    largest = torch.finfo(dtype).max
+    fine = [torch.full((7,), largest, dtype=dtype), torch.zeros(0, dtype=dtype), torch.ones(3, 2)]
+    assert bool(measure.all_finite(fine)), "a 2-norm would overflow here"
+    broken = [*fine[:2], torch.ones(3, 2)]
+    broken[2][1, 1] = bad
+    assert not bool(measure.all_finite(broken))
+    names = list(zip("abc", broken, strict=True))
+    assert measure.first_nonfinite([("none", None), *names]) == "c"
+    assert measure.first_nonfinite(zip("abc", fine, strict=True)) is None
+
+
+def test_no_tensors_are_finite():
+    assert bool(measure.all_finite([])) and bool(measure.all_finite([torch.zeros(0)]))
+
+
+def test_environment_names_versions_and_no_host_or_path(monkeypatch):
+    monkeypatch.setattr(platform, "node", lambda: pytest.fail("asked for the host's name"))
+    facts = measure.environment(torch.device("cpu"))
+    assert facts["torch"] == torch.__version__ and facts["threads"] == torch.get_num_threads()
+    assert facts["cuda"] == torch.version.cuda and facts["device"] == "cpu" and facts["device_name"]
+    assert not any("/home" in str(value) or str(value).startswith("/") for value in facts.values())
+
+
+def test_importing_the_measures_imports_neither_wandb_nor_triton():
+    code = "import sys, seqmix.measure; print([m for m in ('wandb', 'triton', 'flash_attn') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
