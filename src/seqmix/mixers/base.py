@@ -9,7 +9,7 @@ The laws, each a test over every model in conf/model (tests/test_mixers.py):
 1. causal              changing a token changes nothing before it
 2. one function        stepping through a sequence equals forward (in float64, to rounding)
 3. any pieces          prefill in any pieces equals one piece, also pieces shorter than a convolution
-4. functional state    a state is handed in and handed back; the one handed in still holds what it held; the module keeps none
+4. functional state    a state is handed in and handed back; the one handed in holds what it held; the module keeps none
 5. counted bytes       the bytes of a state are summed over its tensors
 6. padding             what follows a sequence, or sits beside it in the batch, changes nothing in it
 """
@@ -49,8 +49,8 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """What `.to()`, `.half()` and their kin call. The parameters a mixer holds itself (spectra, step sizes, skips: not
-        the weights of its Linears) stay in float32 where the rest goes to 16 bits, in which exp(-0.001) is 1."""
+        """What `.to()`, `.half()` and their kin call. The parameters a mixer holds itself (spectra, step sizes, skips;
+        not the weights of its Linears) stay in float32 where the rest goes to 16 bits, in which exp(-0.001) is 1."""
         if recurse:
             for child in self.children():
                 child._apply(fn)

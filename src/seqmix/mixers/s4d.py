@@ -1,12 +1,11 @@
 """S4D: a linear time-invariant state space with a diagonal, complex state matrix.
 
-    x'(τ) = A x(τ) + B u(τ),   y(τ) = 2 Re C x(τ) + D u(τ)            M complex modes a channel, one of each conjugate pair
-    x_t = Ā x_{t-1} + B̄ u_t,   y_t = 2 Re C x_t + D u_t               sampled with step Δ
-    y = K * u + D u,           K_l = 2 Re Σ_n C_n Ā_n^l B̄_n           a causal convolution, by FFT
+    x'(τ) = A x(τ) + B u(τ),   y(τ) = 2 Re C x(τ) + D u(τ)      M complex modes a channel, one of each conjugate pair
+    x_t = Ā x_{t-1} + B̄ u_t,   y_t = 2 Re C x_t + D u_t         sampled with step Δ
+    y = K * u + D u,           K_l = 2 Re Σ_n C_n Ā_n^l B̄_n     a causal convolution, by FFT
 
-Gu, Goel, Gupta & Ré 2022, "On the Parameterization and Initialization of Diagonal State Space Models": Ā, B̄ in §3.1-3.2,
-K in eq. 6, spectra in §4. B is 1: C B̄ is all that K sees. Around it, S4's layer (Gu, Goel & Ré 2022, appendix): GELU, then
-a gated linear unit.
+Gu, Gupta, Goel & Ré 2022, "On the Parameterization and Initialization of Diagonal State Space Models": sampling and kernel
+in §3, spectra in §4. B is 1: K sees C B̄ alone. Around it S4's layer: GELU, then a gated linear unit (Dauphin et al. 2017).
 
 Powers are never stored one by one. With l = iQ + j and Q ≈ √L,  Σ_n c_n Ā_n^l = Σ_n (c_n Ā_n^{iQ}) Ā_n^j  is a batched
 matrix product of two small tables: L values cost O(M L) multiply-adds and O(M √L) memory.
@@ -33,10 +32,11 @@ class S4DState(NamedTuple):
 
 
 class S4D(Mixer):
-    """Diagonal state space layer with d_state numbers of state a channel: d_state/2 complex modes, or d_state real ones.
+    """Diagonal state space layer with d_state numbers of state a channel: d_state/2 complex modes, or d_state real.
 
     init: the spectrum of A, lin | inv | legs | real (§4 of the paper). discretization: zoh | bilinear. Δ starts
-    log-uniform in [dt_min, dt_max]. Complex parameters are pairs of real ones, so that no cast drops their imaginary part.
+    log-uniform in [dt_min, dt_max]. max_lr: the most that A and Δ are trained with, undecayed. Complex parameters are
+    pairs of real ones, so that no cast drops their imaginary part.
     """
 
     def __init__(
@@ -147,9 +147,10 @@ class S4D(Mixer):
 
 
 def spectrum(init: str, d_state: int) -> np.ndarray:
-    """A's eigenvalues, one of each conjugate pair: complex128 (d_state/2,), or (d_state,) with no imaginary part for `real`.
+    """A's eigenvalues, complex128: (d_state/2,), one of each conjugate pair; (d_state,) and real for `real`.
 
-    lin -½ + iπn; inv -½ + i N/π (N/(2n+1) - 1); legs the eigenvalues of HiPPO-LegS without its rank-one part; real -(n+1).
+    lin   -½ + iπn                          inv    -½ + i N/π (N/(2n+1) - 1)
+    legs  HiPPO-LegS less its rank one      real   -(n+1)
     """
     N = d_state
     n = np.arange(N // 2)
@@ -180,7 +181,7 @@ def power_sum(c: Tensor, log_a: Tensor, length: int) -> Tensor:
 
 
 def decayed_sum(u: Tensor, log_a: Tensor) -> Tensor:
-    """Σ_l a_n^(L-1-l) u_l, what a zero state has become after u. u real (B, D, L), log_a complex (D, M) -> complex (B, D, M)."""
+    """Σ_l a_n^(L-1-l) u_l: the state after u, from zero. u real (B, D, L), log_a complex (D, M) -> complex (B, D, M)."""
     L = u.shape[-1]
     Q = max(1, math.isqrt(L))
     rows = -(-L // Q)
@@ -200,8 +201,8 @@ def powers(log_a: Tensor, count: int, stride: int) -> Tensor:
 def causal_convolution(u: Tensor, kernel: Tensor) -> Tensor:
     """y_t = Σ_{s<=t} kernel_{t-s} u_s, by FFT. u (B, L, D), kernel (L, D) -> (B, L, D), in u's float32 or float64.
 
-    The product of two transforms is a circular convolution, so both are padded to at least 2L: at less, the end of u would
-    wrap around to its beginning and the future would reach the past.
+    The product of two transforms is a circular convolution, so both are padded to at least 2L: at less, the end of u
+    would wrap around to its beginning and the future would reach the past.
     """
     L = u.shape[1]
     n = fft_length(2 * L)
@@ -210,5 +211,5 @@ def causal_convolution(u: Tensor, kernel: Tensor) -> Tensor:
 
 
 def fft_length(least: int) -> int:
-    """The least of 2^k, 3·2^k, 5·2^k, 9·2^k and 15·2^k that is >= `least`: lengths that every FFT library is fast at."""
+    """The least of 2^k, 3·2^k, 5·2^k, 9·2^k and 15·2^k that is >= `least`: lengths any FFT library is fast at."""
     return min(m << max(0, (-(-least // m) - 1).bit_length()) for m in (1, 3, 5, 9, 15))

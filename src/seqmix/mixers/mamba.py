@@ -1,0 +1,136 @@
+"""Mamba: a state space whose step size and projections are functions of the token.
+
+    x, z    = W_in u_t                         two streams of E = expand · d_model channels
+    x       = silu(conv(x))                    causal, depthwise, W taps
+    δ, B, C = W_x x                            R, N and N numbers a token
+    Δ       = softplus(W_Δ δ + b_Δ)            a step size a channel: large takes the token in, small keeps the state
+    h_t     = exp(Δ_t A) h_{t-1} + B̄_t x_t     N states a channel; B̄ = Δ B (euler) or (exp(ΔA) - 1)/A · B (zoh)
+    y_t     = W_out ((C_t·h_t + D x_t) ∘ silu(z_t))
+
+Gu & Dao 2023, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces": the block is figure 3, the recurrence
+algorithm 2 (S6), the initialisation §3.6. The scan and the convolution come from `seqmix_kernels`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from seqmix.mixers.base import Mixer, no_weight_decay
+from seqmix_kernels.causal_conv1d import causal_conv1d
+from seqmix_kernels.selective_scan import IMPLS, selective_scan
+
+DISCRETIZATIONS = ("euler", "zoh")
+
+
+class MambaState(NamedTuple):
+    conv: Tensor  # (B, W-1, E) the last inputs of the convolution, oldest first
+    ssm: Tensor  # (B, E, N) float32, or float64
+
+
+class Mamba(Mixer):
+    """The whole Mamba block.
+
+    d_state: N. d_conv: W. expand: E / d_model. dt_rank: R (null: d_model/16, rounded up). discretization: euler | zoh, of
+    B̄. scan: which implementation of the scan runs (seqmix_kernels/selective_scan/README.md); all compute one function.
+
+    At the start A = -(1..N) in every channel, D = 1, and softplus(b_Δ) is log-uniform in [dt_min, dt_max].
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_state: int = 16,
+        d_conv: int = 4,
+        expand: float = 2.0,
+        dt_rank: int | None = None,
+        discretization: str = "euler",
+        scan: str = "auto",
+        *,
+        bias: bool = False,
+        conv_bias: bool = True,
+        dt_min: float = 1e-3,
+        dt_max: float = 1e-1,
+        dt_floor: float = 1e-4,
+    ):
+        super().__init__()
+        d_inner = int(expand * d_model)
+        dt_rank = math.ceil(d_model / 16) if dt_rank is None else dt_rank
+        if d_inner < 1:
+            raise ValueError(f"expand · d_model must be at least 1, got expand={expand!r} and d_model={d_model}")
+        if not 1 <= d_state <= 256:
+            raise ValueError(f"d_state must lie in 1..256, got {d_state}")
+        if d_conv < 1:
+            raise ValueError(f"d_conv must be at least 1, got {d_conv}")
+        if not 1 <= dt_rank <= d_inner:
+            raise ValueError(f"dt_rank must lie in 1..expand · d_model = {d_inner}, got {dt_rank}")
+        if discretization not in DISCRETIZATIONS:
+            raise ValueError(f"discretization must be one of {', '.join(DISCRETIZATIONS)}, got {discretization!r}")
+        if scan not in IMPLS:
+            raise ValueError(f"scan must be one of {', '.join(IMPLS)}, got {scan!r}")
+        if not 0 < dt_min <= dt_max:
+            raise ValueError(f"0 < dt_min <= dt_max is needed, got dt_min={dt_min!r} and dt_max={dt_max!r}")
+        self.d_model, self.d_inner, self.d_state, self.d_conv, self.dt_rank = d_model, d_inner, d_state, d_conv, dt_rank
+        self.discretization, self.scan = discretization, scan
+
+        self.in_proj = nn.Linear(d_model, 2 * d_inner, bias=bias)
+        self.conv = nn.Conv1d(d_inner, d_inner, d_conv, groups=d_inner, bias=conv_bias)  # holds the weights; never called
+        self.x_proj = nn.Linear(d_inner, dt_rank + 2 * d_state, bias=False)
+        self.dt_proj = nn.Linear(dt_rank, d_inner, bias=False)  # its bias is dt_bias, added inside the scan in float32
+        nn.init.uniform_(self.dt_proj.weight, -(dt_rank**-0.5), dt_rank**-0.5)
+        dt = torch.empty(d_inner, dtype=torch.float32).uniform_(math.log(dt_min), math.log(dt_max)).exp()
+        self.dt_bias = no_weight_decay(nn.Parameter(inverse_softplus(dt.clamp(min=dt_floor))))
+        A = torch.arange(1, d_state + 1, dtype=torch.float32).repeat(d_inner, 1)  # (E, N)
+        self.A_log = no_weight_decay(nn.Parameter(A.log()))
+        self.D = no_weight_decay(nn.Parameter(torch.ones(d_inner, dtype=torch.float32)))
+        self.out_proj = nn.Linear(d_inner, d_model, bias=bias)
+
+    def forward(self, u: Tensor) -> Tensor:
+        y, _ = self._scan(u, None, None)
+        return y
+
+    def init_state(self, batch: int) -> MambaState:
+        conv = self.conv.weight.new_zeros(batch, self.d_conv - 1, self.d_inner)
+        return MambaState(conv, self.A_log.new_zeros(batch, self.d_inner, self.d_state))
+
+    def prefill(self, u: Tensor, state: MambaState) -> tuple[Tensor, MambaState]:
+        return self._scan(u, state.conv, state.ssm)
+
+    def step(self, u_t: Tensor, state: MambaState) -> tuple[Tensor, MambaState]:
+        """One step of the recurrence in plain torch: the same mathematics as the operators, without their set-up."""
+        x, z = self.in_proj(u_t).chunk(2, dim=-1)  # (B, E) each
+        window = torch.cat((state.conv.to(x.dtype), x[:, None]), dim=1)  # (B, W, E)
+        wide = self.A_log.dtype  # everything between the projections is in float32, or float64
+        conv = (window.to(wide) * self.conv.weight[:, 0].t()).sum(1)
+        x = F.silu(conv if self.conv.bias is None else conv + self.conv.bias).to(x.dtype)
+        dt, B, C = self._project(x)
+        x_wide, A = x.to(wide), -self.A_log.exp()
+        dt = F.softplus(dt.to(wide) + self.dt_bias)[..., None]  # (B, E, 1)
+        B_bar = (dt if self.discretization == "euler" else torch.expm1(dt * A) / A) * B[:, None]  # (B, E, N)
+        h = torch.exp(dt * A) * state.ssm + B_bar * x_wide[..., None]
+        y = ((h * C[:, None]).sum(-1) + self.D * x_wide) * F.silu(z.to(wide))  # (B, E)
+        return self.out_proj(y.to(x.dtype)), MambaState(window[:, 1:], h)
+
+    def _scan(self, u: Tensor, conv_state: Tensor | None, ssm_state: Tensor | None) -> tuple[Tensor, MambaState]:
+        x, z = self.in_proj(u).chunk(2, dim=-1)  # (B, L, E) each
+        x, conv_state = causal_conv1d(x, self.conv.weight[:, 0], self.conv.bias, "silu", conv_state)
+        dt, B, C = self._project(x)
+        y, ssm_state = selective_scan(
+            x, dt, -self.A_log.exp(), B.unsqueeze(2), C.unsqueeze(2), self.D, z, self.dt_bias,
+            discretization=self.discretization, initial_state=ssm_state, impl=self.scan,
+        )  # fmt: skip
+        return self.out_proj(y), MambaState(conv_state, ssm_state)
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x (..., E) -> Δ before its bias and softplus (..., E), B and C (..., N)."""
+        dt, B, C = self.x_proj(x).split((self.dt_rank, self.d_state, self.d_state), dim=-1)
+        return self.dt_proj(dt), B, C
+
+
+def inverse_softplus(y: Tensor) -> Tensor:
+    """log(exp(y) - 1), in a form that neither overflows nor cancels."""
+    return y + torch.log(-torch.expm1(-y))
