@@ -1,0 +1,57 @@
+"""Parameter groups and learning-rate schedules: the same for every model.
+
+A parameter that wants its own treatment says so where it is made, through `seqmix.mixers.base.no_weight_decay`, which
+leaves one attribute on it; this file is the only reader. Otherwise matrices are decayed, vectors and scalars (norms,
+biases) are not.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+
+def param_groups(model: nn.Module, lr: float, weight_decay: float) -> list[dict]:
+    """Groups for a torch optimizer, every parameter that is trained in exactly one.
+
+    A parameter marked with `max_lr` gets min(lr · lr_scale, max_lr) (experiments: S4's A and Δ at 1e-3 at most).
+    """
+    if not lr > 0:
+        raise ValueError(f"optimizer.lr must be positive, got {lr!r}")
+    if not weight_decay >= 0:
+        raise ValueError(f"optimizer.weight_decay must be at least 0, got {weight_decay!r}")
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for parameter in model.parameters():  # a tied parameter comes once
+        if not parameter.requires_grad:
+            continue
+        mark = getattr(parameter, "_optim", None)
+        if mark is None:
+            key = (lr, weight_decay if parameter.ndim >= 2 else 0.0)
+        else:
+            own = lr * mark["lr_scale"]
+            key = (own if mark["max_lr"] is None else min(own, mark["max_lr"]), mark["weight_decay"])
+        groups.setdefault(key, []).append(parameter)
+    return [{"params": params, "lr": own, "weight_decay": decay} for (own, decay), params in groups.items()]
+
+
+def constant(optimizer: Optimizer, total_steps: int, warmup_steps: int = 0) -> LambdaLR:
+    """Linear warm-up over `warmup_steps`, then lr."""
+    return LambdaLR(optimizer, partial(_factor, warmup_steps=warmup_steps, total_steps=total_steps, final=1.0))
+
+
+def cosine(optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, final: float = 0.1) -> LambdaLR:
+    """Linear warm-up over `warmup_steps`, then half a cosine from lr to `final · lr` at `total_steps`."""
+    if not 0.0 <= final <= 1.0:
+        raise ValueError(f"scheduler.final must lie in [0, 1], got {final!r}")
+    return LambdaLR(optimizer, partial(_factor, warmup_steps=warmup_steps, total_steps=total_steps, final=final))
+
+
+def _factor(step: int, warmup_steps: int, total_steps: int, final: float) -> float:
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * progress))

@@ -1,0 +1,87 @@
+"""Who may import whom, read from the files; and what importing must not drag in."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+OURS = ("seqmix", "seqmix_kernels")
+# what a file may import of ours; a longer path wins over a shorter one
+ARROWS = {
+    "kernels/seqmix_kernels": ("seqmix_kernels",),
+    "src/seqmix/mixers/base.py": (),
+    "src/seqmix/mixers": ("seqmix.mixers.base", "seqmix_kernels"),
+    "src/seqmix/channel_mixers.py": (),
+    "src/seqmix/model.py": ("seqmix.mixers.base",),
+    "src/seqmix/module.py": ("seqmix.metrics", "seqmix.optim"),
+    "src/seqmix/config.py": ("seqmix.model",),
+    "src/seqmix/callbacks": ("seqmix.measure", "seqmix.callbacks"),
+    "src/seqmix/tasks": ("seqmix.tasks",),
+    "src/seqmix/metrics.py": (),
+    "src/seqmix/optim.py": (),
+    "src/seqmix/measure.py": (),
+    "src/seqmix/tracking.py": (),
+    "src/seqmix/__init__.py": (),
+}
+FILES = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("src/**/*.py"), *ROOT.glob("kernels/**/*.py")])
+
+
+def imports(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            package = path.relative_to(ROOT).parts[1 : len(path.relative_to(ROOT).parts) - node.level]
+            module = ".".join([*package, node.module or ""]).strip(".") if node.level else node.module
+            names |= {f"{module}.{alias.name}" for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_arrows(file):
+    rule = max((prefix for prefix in ARROWS if file.startswith(prefix)), key=len, default=None)
+    assert rule is not None, f"{file} stands in no layer: name what it may import in ARROWS"
+    for name in imports(ROOT / file):
+        if name.split(".")[0] in OURS:
+            allowed = any(name == ok or name.startswith(f"{ok}.") for ok in ARROWS[rule])
+            assert allowed, f"{file} imports {name}; {rule} may import {ARROWS[rule]}"
+
+
+def test_shared_code_names_no_architecture():
+    names = {path.stem for path in (ROOT / "conf/model").glob("*.yaml")}
+    for file in ("model.py", "module.py", "optim.py", "metrics.py", "measure.py", "config.py", "mixers/base.py"):
+        tree = ast.parse((ROOT / "src/seqmix" / file).read_text())
+        words = {node.id.lower() for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        docstrings = {id(n.body[0].value) for n in ast.walk(tree) if hasattr(n, "body") and isinstance(n.body, list) and n.body and isinstance(n.body[0], ast.Expr)}  # fmt: skip  # noqa: E501
+        words |= {
+            node.value.lower()
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings
+        }
+        assert not {name for name in names if any(name == word for word in words)}, file
+
+
+def test_importing_seqmix_is_light():
+    code = (
+        "import sys, time; start = time.perf_counter(); import seqmix, seqmix_kernels; "
+        "heavy = {'wandb', 'triton', 'flash_attn', 'datasets'} & set(sys.modules); "
+        "assert not heavy, heavy; assert time.perf_counter() - start < 3"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_parts_import_without_optional_packages():
+    """Case H01: no wandb, no Triton, no flash-attn; every module of ours still imports."""
+    modules = [f.removeprefix("src/").removeprefix("kernels/").removesuffix(".py").replace("/", ".") for f in FILES]
+    plain = [m.removesuffix(".__init__") for m in modules if not m.endswith(".bench") and "report" not in m]
+    code = (
+        "import sys, importlib\n"
+        "for name in ('wandb', 'triton', 'flash_attn', 'datasets', 'tokenizers'): sys.modules[name] = None\n"
+        f"for name in {[m for m in plain if 'fused' not in m and 'gluon' not in m and 'triton' not in m]!r}: "
+        "importlib.import_module(name)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
