@@ -1,0 +1,345 @@
+"""A task: rows of tokens as a pure function of (seed, split, index), and the loaders that walk over the indices.
+
+    stream of the train split   row 0, 1, 2, ...                    (train_samples: n rows, shuffled anew each pass)
+    step k on rank r of W       rows [(k·W + r)·B, (k·W + r + 1)·B) of that stream
+
+Nothing is drawn from a generator, so the rows do not depend on the batch size, the workers or a resume; how far a run
+has come is one number. The train stream has no end: a run is as long as trainer.max_steps, and an epoch never closes.
+"""
+
+import functools
+import shutil
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from seqmix.tasks import rng
+
+IGNORE = -100  # a target that is not scored; what torch's cross_entropy leaves out
+# Batches in the train stream. A length at all, because Lightning fetches ahead from a loader that has none, and a
+# checkpoint would then count the batch in hand as seen.
+ENDLESS = 1 << 40
+
+shuffled = functools.lru_cache(maxsize=2)(rng.permutation)  # a batch can straddle two passes
+
+
+class Batch(NamedTuple):
+    inputs: Tensor  # (B, L) int64
+    targets: Tensor  # (B, L) int64, IGNORE where nothing is scored
+
+
+class Rows(NamedTuple):
+    """A batch not made yet: which rows of which split."""
+
+    split: str
+    index: Tensor  # (B,) int64
+
+
+def whole(name: str, value: int, least: int) -> int:
+    """`value` if it is an integer of at least `least`; else a ValueError that names it."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        hint = f"; write {value:.0f}" if isinstance(value, float) and value.is_integer() else ""
+        raise ValueError(f"{name}={value!r} is not an integer{hint}")
+    if value < least:
+        raise ValueError(f"{name}={value} < {least}, the least possible")
+    return value
+
+
+def one_of(name: str, value: str, choices: tuple[str, ...]) -> str:
+    """`value` if it is among `choices`; else a ValueError that lists them."""
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}")
+    return value
+
+
+class Task(L.LightningDataModule):
+    """What every task shares. A subclass sets the attributes below and defines `sample`, `cells`, `definition`.
+
+    Attributes, all known once the constructor has run (lm: the chances after `setup`):
+        vocab_size                 V, ids are 0..V-1
+        seq_len                    L, the length of an input row, whatever the task's own key counts
+        token_bytes                None, or (V,) int64: the bytes of text each target stands for
+        chance_token_accuracy      of the best guesser that has not seen the inputs
+        chance_sequence_accuracy   the same for a whole row
+        answer_bits                bits to be remembered for one row's answer, or None
+        vocabulary                 dict that says what the ids mean; a checkpoint is refused where it differs
+
+    Args:
+        batch_size, eval_batch_size: rows a step on each rank, in training and in val/test.
+        eval_samples: rows in val, and as many in test.
+        seed: of the train rows.
+        eval_seed: of the val and test rows, so that these stay while the run's seed changes.
+        train_samples: None for fresh rows for ever; n for rows 0..n-1 again and again, shuffled anew each pass.
+        num_workers: processes that make batches ahead of time; for make_on="loader" only.
+        make_on: "device" hands out row numbers and makes the rows on the accelerator, "loader" makes them on the CPU.
+    """
+
+    vocab_size: int
+    seq_len: int
+    token_bytes: Tensor | None = None
+    chance_token_accuracy: float
+    chance_sequence_accuracy: float
+    answer_bits: float | None = None
+    vocabulary: dict
+
+    def __init__(
+        self,
+        *,
+        batch_size: int,
+        eval_batch_size: int,
+        eval_samples: int,
+        seed: int,
+        eval_seed: int,
+        train_samples: int | None,
+        num_workers: int,
+        make_on: str,
+    ):
+        super().__init__()
+        self.batch_size = whole("batch_size", batch_size, 1)
+        self.eval_batch_size = whole("eval_batch_size", eval_batch_size, 1)
+        self.eval_samples = whole("eval_samples", eval_samples, 1)
+        self.seed = whole("seed", seed, 0)
+        self.eval_seed = whole("eval_seed", eval_seed, 0)
+        self.train_samples = None if train_samples is None else whole("train_samples", train_samples, 1)
+        self.num_workers = whole("num_workers", num_workers, 0)
+        self.make_on = one_of("make_on", make_on, ("device", "loader"))
+        if num_workers and make_on == "device":
+            raise ValueError(f"num_workers={num_workers} have nothing to do with make_on=device; use make_on=loader")
+        self._loaders: list[Loader] = []
+
+    def sample(self, split: str, index: Tensor) -> Batch:
+        """The rows `index` of "train", "val" or "test". index: (B,) int64 on any device; the batch is made there."""
+        raise NotImplementedError
+
+    def cells(self, ids: list[int]) -> list[str]:
+        """How each id is drawn by `render` and `decode`."""
+        raise NotImplementedError
+
+    def definition(self) -> dict:
+        """All that decides what a row holds, but the seed: JSON-able. A run is resumed only where it is the same."""
+        raise NotImplementedError
+
+    def facts(self) -> dict:
+        """What a reader of the results should know about the data: JSON-able."""
+        return self.definition() | {
+            "vocab_size": self.vocab_size,
+            "row_length": self.seq_len,
+            "eval_rows": self.eval_rows("val"),
+            "chance_token_accuracy": self.chance_token_accuracy,
+            "chance_sequence_accuracy": self.chance_sequence_accuracy,
+            "answer_bits": self.answer_bits,
+        }
+
+    def eval_rows(self, split: str) -> int:
+        """How many rows "val" or "test" has."""
+        return self.eval_samples
+
+    def row_keys(self, split: str, index: Tensor) -> Tensor:
+        """The random key of each row. (B,) to (B,) int64."""
+        return rng.row_keys(self.seed if split == "train" else self.eval_seed, split, index)
+
+    # Loaders
+
+    def train_dataloader(self) -> "TrainLoader":
+        return self._loader(TrainLoader(self, "train", *self._rank()))
+
+    def val_dataloader(self) -> "Loader":
+        return self._loader(Loader(self, "val", *self._rank()))
+
+    def test_dataloader(self) -> "Loader":
+        return self._loader(Loader(self, "test", *self._rank()))
+
+    def _rank(self) -> tuple[int, int]:
+        return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
+
+    def _loader(self, loader: "Loader") -> "Loader":
+        self._loaders.append(loader)
+        return loader
+
+    def on_after_batch_transfer(self, batch: Batch | Rows, dataloader_idx: int) -> Batch:
+        return self.sample(*batch) if isinstance(batch, Rows) else batch
+
+    def teardown(self, stage: str) -> None:
+        self._close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        for loader in self._loaders:
+            loader.close()
+        self._loaders.clear()
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"trainer": None, "_loaders": []}  # what a worker that is not forked needs
+
+    # Checkpoints
+
+    def state_dict(self) -> dict:
+        return {"vocabulary": self.vocabulary}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Refuses, by a ValueError, a checkpoint whose ids mean something else."""
+        refuse_change("vocabulary", state_dict["vocabulary"], self.vocabulary)
+
+    # Drawings
+
+    def decode(self, ids: Tensor | list[int]) -> str:
+        """Text of some ids: (n,) int64 or a list."""
+        cells = self.cells(torch.as_tensor(ids).tolist())
+        return ("" if all(len(cell) == 1 for cell in cells) else " ").join(cells)
+
+    def render(self, batch: Batch, row: int = 0) -> str:
+        """One row drawn, inputs over targets over the loss mask, wrapped to the width of the terminal."""
+        inputs, targets = batch.inputs[row].tolist(), batch.targets[row].tolist()
+        scored = [target != IGNORE for target in targets]
+        lines = {
+            "inputs": self.cells(inputs),
+            "targets": [self.cells([y])[0] if on else "" for y, on in zip(targets, scored, strict=True)],
+            "loss": ["^" if on else "" for on in scored],
+        }
+        widths = [max(map(len, column)) for column in zip(*lines.values(), strict=True)]
+        gap = "" if max(widths, default=1) == 1 else " "
+        label, room = 9, shutil.get_terminal_size().columns
+        blocks, start = [], 0
+        while start < len(widths):
+            stop, used = start, label
+            while stop < len(widths) and (stop == start or used + widths[stop] + len(gap) <= room):
+                used += widths[stop] + len(gap)
+                stop += 1
+            part = slice(start, stop)
+            blocks.append(
+                "\n".join(
+                    (name.ljust(label) + gap.join(map(str.ljust, line[part], widths[part]))).rstrip()
+                    for name, line in lines.items()
+                )
+            )
+            start = stop
+        return "\n\n".join(blocks)
+
+
+class Loader:
+    """Batches of an evaluation split: rank r of W has the rows r, r + W, r + 2W, ..., none twice, none padded.
+
+    Iterating yields `Rows` (make_on="device") or `Batch`; the last one may be short. It starts anew each time.
+    """
+
+    def __init__(self, task: Task, split: str, rank: int, world_size: int):
+        self.task, self.split, self.rank, self.world_size = task, split, rank, world_size
+        self._workers: DataLoader | None = None
+
+    def __len__(self) -> int:
+        return len(range(0, self._rows(), self.task.eval_batch_size))
+
+    def _rows(self) -> int:
+        rows = self.task.eval_rows(self.split)
+        if rows < self.world_size:
+            raise ValueError(f"{rows} rows in {self.split} cannot be shared by {self.world_size} ranks")
+        return len(range(self.rank, rows, self.world_size))
+
+    def index(self, k: int) -> Tensor:
+        """The rows of batch k. (B,) int64."""
+        B = self.task.eval_batch_size
+        return torch.arange(k * B, min((k + 1) * B, self._rows())) * self.world_size + self.rank
+
+    def __getitem__(self, k: int) -> Batch | Rows:
+        rows = Rows(self.split, self.index(k))
+        return rows if self.task.make_on == "device" else self.task.sample(*rows)
+
+    def order(self) -> Iterator[int]:
+        """The numbers of the batches still to come."""
+        return iter(range(len(self)))
+
+    def __iter__(self) -> Iterator[Batch | Rows]:
+        if not self.task.num_workers:
+            return map(self.__getitem__, self.order())
+        if self._workers is None:
+            self._workers = DataLoader(
+                self,
+                batch_size=None,
+                sampler=_Order(self),
+                num_workers=self.task.num_workers,
+                persistent_workers=True,
+                generator=torch.Generator(),  # or it would draw from the global one, and shift every dropout mask
+            )
+        return iter(self._workers)
+
+    def close(self) -> None:
+        """Ends the workers; the next iteration starts new ones."""
+        if self._workers is not None and self._workers._iterator is not None:
+            self._workers._iterator._shutdown_workers()  # as Lightning does; without it they live until collected
+        self._workers = None
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"_workers": None}
+
+
+class TrainLoader(Loader):
+    """Batches of the train stream, without an end. Iterating goes on from where the last iteration was left.
+
+    Its state is how many rows all ranks have been given, counted as they are handed out, not as they are prefetched:
+    Lightning saves it with the fit loop and loads it before the first batch of a resumed run.
+    """
+
+    done: int = 0  # batches handed out
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    def index(self, k: int) -> Tensor:
+        B, n = self.task.batch_size, self.task.train_samples
+        start = (k * self.world_size + self.rank) * B
+        if n is None:
+            return torch.arange(start, start + B)
+        turns = range(start // n, (start + B - 1) // n + 1)  # more than one where a batch straddles two passes
+        return torch.cat([shuffled(self.task.seed, n, t)[max(0, start - t * n) : start + B - t * n] for t in turns])
+
+    def order(self) -> Iterator[int]:
+        return iter(range(self.done, len(self)))
+
+    def __iter__(self) -> Iterator[Batch | Rows]:
+        for batch in super().__iter__():
+            self.done += 1
+            yield batch
+
+    def _stream(self) -> dict:
+        return self.task.definition() | {"seed": self.task.seed, "train_samples": self.task.train_samples}
+
+    def state_dict(self) -> dict:
+        return {"rows": self.done * self.world_size * self.task.batch_size, "stream": self._stream()}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Refuses, by a ValueError, a checkpoint of other rows, or a batch that does not divide those already seen."""
+        refuse_change("data", state_dict["stream"], self._stream())
+        step = self.world_size * self.task.batch_size
+        if state_dict["rows"] % step:
+            raise ValueError(
+                f"the checkpoint has seen {state_dict['rows']} rows, no multiple of batch_size={self.task.batch_size}"
+                f" on {self.world_size} ranks"
+            )
+        self.done = state_dict["rows"] // step
+
+
+class _Order:
+    """The sampler of the workers: asks its loader anew each time where to start."""
+
+    def __init__(self, loader: Loader):
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[int]:
+        return self.loader.order()
+
+
+def refuse_change(what: str, then: dict, now: dict) -> None:
+    """ValueError that names each entry in which a checkpoint (`then`) and this run (`now`) differ."""
+    changed = [
+        f"{key}={then.get(key)!r} in the checkpoint, {now.get(key)!r} now"
+        for key in {**then, **now}
+        if then.get(key) != now.get(key)
+    ]
+    if changed:
+        raise ValueError(f"the checkpoint was made with another {what}: {'; '.join(changed)}")
