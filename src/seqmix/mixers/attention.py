@@ -1,8 +1,8 @@
 """Causal softmax attention with rotary positions.
 
     y_t = W_o concat_h Σ_{s<=t} softmax_s(q_t·k_s / √P) v_s     Vaswani et al. 2017, "Attention Is All You Need", §3.2
-    q_t = R(t) W_q x_t,  k_s = R(s) W_k x_s                     R turns pairs, so q_t·k_s sees t - s alone: Su et al. 2021,
-                                                                "RoFormer", §3.2
+    q_t = R(t) W_q x_t,  k_s = R(s) W_k x_s                     R turns pairs, so q_t·k_s sees t - s alone: Su et al.
+                                                                2021, "RoFormer", §3.2
 With fewer key heads than query heads, n_heads / n_kv_heads neighbouring query heads read one key head (Ainslie et al.
 2023, "GQA"). The state is the cache of rotated keys and of values: it grows with the sequence.
 """

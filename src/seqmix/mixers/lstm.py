@@ -2,6 +2,8 @@
 
     i, f, o = σ(W x_t + U h_{t-1} + b)      g = tanh(W_g x_t + U_g h_{t-1} + b_g)
     c_t = f ∘ c_{t-1} + i ∘ g               h_t = o ∘ tanh(c_t)               y_t = W_o h_t
+
+The recurrence is nn.LSTM's; here are its start, its state with the batch first, and the way back to d_model.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ class MambaState(NamedTuple):
 class Mamba(Mixer):
     """The whole Mamba block.
 
-    d_state: N. d_conv: W. expand: E / d_model. dt_rank: R (null: d_model/16, rounded up). discretization: euler | zoh, of
-    B̄. scan: which implementation of the scan runs (seqmix_kernels/selective_scan/README.md); all compute one function.
+    d_state: N. d_conv: W. expand: E / d_model. dt_rank: R (null: d_model/16, rounded up). discretization: of B̄, euler
+    or zoh. scan: which implementation of the scan runs (seqmix_kernels/selective_scan); all compute one function.
 
     At the start A = -(1..N) in every channel, D = 1, and softplus(b_Δ) is log-uniform in [dt_min, dt_max].
     """
@@ -78,7 +78,7 @@ class Mamba(Mixer):
         self.discretization, self.scan = discretization, scan
 
         self.in_proj = nn.Linear(d_model, 2 * d_inner, bias=bias)
-        self.conv = nn.Conv1d(d_inner, d_inner, d_conv, groups=d_inner, bias=conv_bias)  # holds the weights; never called
+        self.conv = nn.Conv1d(d_inner, d_inner, d_conv, groups=d_inner, bias=conv_bias)  # weights only
         self.x_proj = nn.Linear(d_inner, dt_rank + 2 * d_state, bias=False)
         self.dt_proj = nn.Linear(dt_rank, d_inner, bias=False)  # its bias is dt_bias, added inside the scan in float32
         nn.init.uniform_(self.dt_proj.weight, -(dt_rank**-0.5), dt_rank**-0.5)

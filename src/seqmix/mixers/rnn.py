@@ -1,6 +1,8 @@
 """The simple recurrent network (Elman 1990, "Finding Structure in Time").
 
     h_t = tanh(W x_t + U h_{t-1} + b)      y_t = W_o h_t
+
+The recurrence is nn.RNN's; here are its start, its state with the batch first, and the way back to d_model.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     x_t = Ā x_{t-1} + B̄ u_t,   y_t = 2 Re C x_t + D u_t         sampled with step Δ
     y = K * u + D u,           K_l = 2 Re Σ_n C_n Ā_n^l B̄_n     a causal convolution, by FFT
 
-Gu, Gupta, Goel & Ré 2022, "On the Parameterization and Initialization of Diagonal State Space Models": sampling and kernel
-in §3, spectra in §4. B is 1: K sees C B̄ alone. Around it S4's layer: GELU, then a gated linear unit (Dauphin et al. 2017).
+Gu, Gupta, Goel & Ré 2022, "On the Parameterization and Initialization of Diagonal State Space Models": sampling and
+kernel in §3, spectra in §4. B is 1: K sees C B̄ alone. Around it S4's layer: GELU, then a gated linear unit.
 
 Powers are never stored one by one. With l = iQ + j and Q ≈ √L,  Σ_n c_n Ā_n^l = Σ_n (c_n Ā_n^{iQ}) Ā_n^j  is a batched
 matrix product of two small tables: L values cost O(M L) multiply-adds and O(M √L) memory.
@@ -181,7 +181,7 @@ def power_sum(c: Tensor, log_a: Tensor, length: int) -> Tensor:
 
 
 def decayed_sum(u: Tensor, log_a: Tensor) -> Tensor:
-    """Σ_l a_n^(L-1-l) u_l: the state after u, from zero. u real (B, D, L), log_a complex (D, M) -> complex (B, D, M)."""
+    """Σ_l a_n^(L-1-l) u_l: the state after u, from zero. u real (B, D, L), log_a complex (D, M) -> (B, D, M)."""
     L = u.shape[-1]
     Q = max(1, math.isqrt(L))
     rows = -(-L // Q)
