@@ -6,7 +6,7 @@ import logging
 import torch
 from torch import Tensor
 
-from . import family, reference
+from . import cpu, family, reference
 
 log = logging.getLogger(__name__)
 
@@ -72,28 +72,57 @@ def selective_scan(
             return reference.sequential(*args)
         if name == "chunked":
             return family.chunked(*args, chunk=chunk or TORCH_CHUNK)
-        return family.parallel(*args, scan=getattr(family, name))
+        if name in ("blelloch", "kogge_stone"):
+            return family.parallel(*args, scan=getattr(family, name))
+        # the registered op takes its tensors first, in one order for all backends
+        tensors = (x, dt, A, B, C, D, z, dt_bias, initial_state, seq_idx)
+        save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+        return torch.ops.seqmix.selective_scan_fwd(*tensors, dt_softplus, discretization, chunk, save, name)[:2]
 
 
 def which_impl(x: Tensor) -> tuple[str, str]:
-    """What "auto" takes for a tensor like x, and why: ("cpu", "...")."""
+    """What "auto" takes for a tensor like x, and why: ("cpu", "C kernel, ...")."""
     if x.dtype == torch.float64:
         return "sequential", "float64 is for checking: the plain recurrence"
-    return "sequential", "no compiled implementation"
+    best = "fused" if x.is_cuda else "cpu"
+    reason = why_not(best, x)
+    if reason is None:
+        return best, "fused GPU kernel" if x.is_cuda else "C kernel compiled on this machine"
+    return "chunked", f"{best} cannot run: {reason}"
 
 
 def why_not(impl: str, x: Tensor) -> str | None:
     """Why `impl` cannot run on a tensor like x; None if it can."""
-    if impl in ("cpu", "fused"):
-        return "not built"
-    return None
+    if impl == "cpu":
+        if x.device.type != "cpu":
+            return f"x is on {x.device}"
+        return "it computes in float32, x is float64" if x.dtype == torch.float64 else _cpu_why_not()
+    return _fused_why_not(x) if impl == "fused" else None
+
+
+# torch.compile takes the answer for a constant: tracing must not run a compiler
+_cpu_why_not = torch.compiler.assume_constant_result(cpu.why_not)
+
+
+def _fused():
+    from . import fused  # imports Triton, which a machine without a GPU may lack
+
+    return fused
+
+
+def _fused_why_not(x: Tensor) -> str | None:
+    try:
+        fused = _fused()
+    except ImportError as missing:
+        return f"Triton cannot be imported ({missing})"
+    return fused.why_not(x, x, x.new_empty(0, 1), x, x)
 
 
 def _choose(x: Tensor, impl: str) -> str:
     if impl == "auto":
         name, reason = which_impl(x)
         if not torch.compiler.is_compiling():
-            _say_once(x.device.type, name, reason)
+            _say_once(x.device.type, x.dtype == torch.float64, name, reason)
         return name
     if impl not in IMPLS:
         raise ValueError(f"impl must be one of {', '.join(IMPLS)}; got {impl!r}")
@@ -104,9 +133,95 @@ def _choose(x: Tensor, impl: str) -> str:
 
 
 @functools.cache
-def _say_once(device: str, name: str, reason: str) -> None:
-    log.info("selective_scan on %s: %s (%s)", device, name, reason)
+def _say_once(device: str, double: bool, name: str, reason: str) -> None:
+    slow = name == "chunked"
+    log.log(logging.WARNING if slow else logging.INFO, "selective_scan on %s takes %s: %s", device, name, reason)
 
+
+# ---- the registered ops: what torch.compile, autograd and the backends see ------------------------------------------
+
+_INPUTS = (
+    "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias, Tensor? initial_state, "
+    "Tensor? seq_idx, "
+)
+_SETTINGS = "bool dt_softplus, str discretization, SymInt? chunk"
+torch.library.define(
+    "seqmix::selective_scan_fwd",
+    f"({_INPUTS}{_SETTINGS}, bool save, str backend) -> (Tensor y, Tensor final, Tensor boundary, Tensor ungated)",
+)
+torch.library.define(
+    "seqmix::selective_scan_bwd",
+    f"(Tensor dy, Tensor? dfinal, {_INPUTS}Tensor boundary, Tensor ungated, {_SETTINGS}, str backend) -> "
+    "(Tensor dx, Tensor ddt, Tensor dA, Tensor dB, Tensor dC, Tensor dD, Tensor dz, Tensor ddt_bias, Tensor dinitial)",
+)
+
+
+def _backend(name: str):
+    return cpu if name == "cpu" else _fused()
+
+
+@torch.library.impl("seqmix::selective_scan_fwd", "CompositeExplicitAutograd")
+def _forward(*args):
+    *args, backend = args
+    return _backend(backend).forward(*args)
+
+
+@torch.library.impl("seqmix::selective_scan_bwd", "CompositeExplicitAutograd")
+def _backward_op(*args):
+    *args, backend = args
+    return _backend(backend).backward(*args)
+
+
+@torch.library.register_fake("seqmix::selective_scan_fwd")
+def _fake_forward(
+    x, dt, A, B, C, D, z, dt_bias, initial_state, seq_idx, dt_softplus, discretization, chunk, save, backend
+):  # fmt: skip
+    shape, dtype = _backend(backend).boundary_spec(x, A.shape[1], chunk) if save else ((0,), torch.float32)
+    final = A.new_empty(x.shape[0], x.shape[2], A.shape[1])
+    return x.new_empty(x.shape), final, x.new_empty(shape, dtype=dtype), x.new_empty(0)
+
+
+@torch.library.register_fake("seqmix::selective_scan_bwd")
+def _fake_backward(
+    dy, dfinal, x, dt, A, B, C, D, z, dt_bias, initial_state, seq_idx, boundary, ungated, dt_softplus, discretization,
+    chunk, backend,
+):  # fmt: skip
+    def like(t, other):
+        return other.new_empty(0 if t is None else t.shape)
+
+    parameters = like(D, A), like(z, x), like(dt_bias, A), like(initial_state, A)
+    return like(x, x), like(dt, x), like(A, A), like(B, x), like(C, x), *parameters
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, ctx.dt_softplus, ctx.discretization, ctx.chunk, _, ctx.backend = inputs
+    boundary, ungated = output[2:]
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(boundary, ungated)
+    ctx.save_for_backward(*tensors, boundary, ungated)
+
+
+def _backward(ctx, dy, dfinal, *_):
+    saved = ctx.saved_tensors
+    x, D, z, dt_bias, initial_state = saved[0], *saved[5:9]
+    if dy is None:
+        dy = x.new_zeros(1, 1, 1).expand(x.shape)
+    settings = (ctx.dt_softplus, ctx.discretization, ctx.chunk, ctx.backend)
+    *grads, dD, dz, dbias, dh0 = torch.ops.seqmix.selective_scan_bwd(dy, dfinal, *saved, *settings)
+    optional = ((D, dD), (z, dz), (dt_bias, dbias), (initial_state, dh0))
+    # nothing for seq_idx and the five settings
+    return *grads, *(None if given is None else grad for given, grad in optional), *(None,) * 6
+
+
+def _no_second_derivative(ctx, *_):
+    raise NotImplementedError('the compiled selective scan has no second derivative; impl="sequential" has one')
+
+
+torch.library.register_autograd("seqmix::selective_scan_fwd", _backward, setup_context=_setup_context)
+torch.library.register_autograd("seqmix::selective_scan_bwd", _no_second_derivative)
+
+
+# ---- contract ------------------------------------------------------------------------------------------------------
 
 def _check(x, dt, A, B, C, D, z, dt_bias, discretization, initial_state, seq_idx, chunk) -> None:
     if x.dim() != 3:
