@@ -13,6 +13,7 @@ import torch
 
 from seqmix.tasks import rng
 from seqmix.tasks.base import ENDLESS, IGNORE, Batch, Loader, Rows, TrainLoader
+from seqmix.tasks.copy import Copy
 from seqmix.tasks.selective_copy import SelectiveCopy
 
 # Lightning 2.6.6 asks torch's pytree for its leaves in a way that torch 2.13 deprecates
@@ -94,6 +95,9 @@ TASKS = [
     SelectiveCopy(3, 60, 9, n_noise=4, marker="once"),
     SelectiveCopy(3, 15, 9, marker="none"),
     SelectiveCopy(3, 5, 9, variant="mad", marker="repeat", n_noise=2),
+    Copy(4, 6, 16),
+    Copy(3, 60, 13, variant="markers"),
+    Copy(3, 5, 11, variant="delay"),
 ]
 
 
@@ -168,6 +172,23 @@ def test_selective_copy_targets_are_the_data_tokens_in_order(task):
         assert task.variant != "mad" or body[-1] in symbols
 
 
+@pytest.mark.parametrize("task", [task for task in TASKS if isinstance(task, Copy)], ids=name)
+def test_copy_targets_are_the_tokens_after_the_delay(task):
+    M, L, n = task.n_tokens, task.seq_len, task.n_symbols
+    for inputs, targets in rows(task):
+        if task.variant == "delay":
+            assert targets == [IGNORE] * M + inputs[:-M]
+            continue
+        start = 1 if task.variant == "markers" else 0
+        tokens = inputs[start : start + M]
+        assert all(1 <= x <= n for x in tokens)
+        assert targets == [IGNORE] * (L - M) + tokens
+        if task.variant == "s4":
+            assert inputs[M:] == [0] * (L - 2 * M) + [n + 1] * M
+        else:
+            assert inputs[:1] + inputs[M + 1 :] == [n + 1] + [0] * (L - 2 * M - 2) + [n + 2] + [0] * M
+
+
 def test_selective_copy_lengths_and_vocabularies_are_those_of_its_sources():
     paper = SelectiveCopy(16, 14, 4096)
     assert (paper.span, paper.seq_len, paper.vocab_size) == (4096, 4112, 16)
@@ -188,11 +209,15 @@ def test_mad_noise_falls_evenly_before_the_tokens():
     assert (gaps.double().mean(0) - 2).abs().max() < 5 * (1.5 / 20000) ** 0.5
 
 
-@pytest.mark.parametrize("task, drawn", [(SelectiveCopy(4, 6, 16), SelectiveCopy)], ids=["selective_copy"])
-def test_docstring_draws_row_0(task, drawn, monkeypatch):
+@pytest.mark.parametrize(
+    "task",
+    [SelectiveCopy(4, 6, 16), *(Copy(4, 6, 16, variant=variant) for variant in ("s4", "markers", "delay"))],
+    ids=name,
+)
+def test_docstring_draws_row_0(task, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     picture = task.render(task.sample("train", torch.arange(1)))
-    assert textwrap.indent(picture, "    ") in inspect.getdoc(drawn)
+    assert textwrap.indent(picture, "    ") + "\n" in inspect.getdoc(type(task))
 
 
 def test_render_wraps_and_keeps_columns_aligned(monkeypatch):
@@ -245,6 +270,11 @@ def test_noise_copier_and_constant_score_no_better_than_chance():
         (lambda: SelectiveCopy(8, 14, 10.5), ["seq_len=10.5", "not an integer"]),
         (lambda: SelectiveCopy(8, 14, True), ["seq_len=True"]),
         (lambda: SelectiveCopy(8, 14, "64"), ["seq_len='64'"]),
+        (lambda: Copy(8, 14, 15), ["n_tokens=8", "seq_len=15", "16"]),
+        (lambda: Copy(8, 14, 17, variant="markers"), ["n_tokens=8", "seq_len=17", "18"]),
+        (lambda: Copy(8, 14, 8, variant="delay"), ["n_tokens=8", "seq_len=8", "9"]),
+        (lambda: Copy(n_symbols=1), ["n_symbols=1"]),
+        (lambda: Copy(variant="mad"), ["variant='mad'"]),
         (lambda: SelectiveCopy(marker="twice"), ["marker='twice'", "repeat"]),
         (lambda: SelectiveCopy(variant="h3"), ["variant='h3'", "mamba, s4, mad"]),
         (lambda: SelectiveCopy(batch_size=0), ["batch_size=0"]),
