@@ -147,7 +147,7 @@ class HostPeak:
     """Peak resident set of this process since `reset`, in MiB.
 
     The kernel keeps one high-water mark a process, so a small run after a large one would show the large one's. Linux
-    can lower the mark (proc(5), clear_refs); where that is refused, a mark that did not move since `reset` says nothing:
+    can lower the mark (proc(5), clear_refs); where that is refused, a mark that did not move since `reset` is unknown:
     None.
     """
 

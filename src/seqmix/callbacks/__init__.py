@@ -1,0 +1,20 @@
+"""Thin Lightning hooks over seqmix.measure. Those that measure have `summary()`: names and values for summary.json."""
+
+from seqmix.callbacks.checkpoint import BestCheckpoint, LastCheckpoint, best_checkpoint
+from seqmix.callbacks.memory import Memory
+from seqmix.callbacks.nonfinite import NonFiniteError, NonFiniteGuard
+from seqmix.callbacks.predictions import Predictions
+from seqmix.callbacks.progress import Progress
+from seqmix.callbacks.throughput import Throughput
+
+__all__ = [
+    "BestCheckpoint",
+    "LastCheckpoint",
+    "Memory",
+    "NonFiniteError",
+    "NonFiniteGuard",
+    "Predictions",
+    "Progress",
+    "Throughput",
+    "best_checkpoint",
+]

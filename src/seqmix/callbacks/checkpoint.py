@@ -1,0 +1,210 @@
+"""The two checkpoints a run keeps, under names that can be pasted into `ckpt=`: no `=`, no `/` from a metric's name.
+
+    checkpoints/best.ckpt           the weights with the best validation score so far
+    checkpoints/last.ckpt           where to go on from: by steps, by minutes, at the end, on an error, on Ctrl-C
+    checkpoints/step_000010.ckpt    kept beside last.ckpt, if asked for
+
+Lightning writes a file beside the target and moves it there: a crash or a full disk leaves the earlier one whole.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import math
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import lightning as L
+from lightning.pytorch.callbacks import Checkpoint
+
+from seqmix.measure import first_nonfinite
+
+log = logging.getLogger(__name__)
+
+
+def best_checkpoint(trainer: L.Trainer) -> str | None:
+    """Path of the best checkpoint of the run, or None: never validated, or never with a finite score."""
+    for callback in trainer.callbacks:
+        if isinstance(callback, BestCheckpoint) and callback.best_model_path:
+            return callback.best_model_path
+    return None
+
+
+class BestCheckpoint(Checkpoint):
+    """Keeps `<dirpath>/best.ckpt`: the weights of the validation with the smallest `monitor` (largest, if mode=max).
+
+    A score that is NaN or infinite is never the best, nor is one of the sanity check. A resumed run goes on from the
+    best score so far, also in a new folder. The first validation, sanity check included, ends in a ValueError with the
+    names that exist if `monitor` is none of them.
+    """
+
+    def __init__(self, dirpath: str | os.PathLike, monitor: str = "val/loss", mode: str = "min"):
+        if mode not in ("min", "max"):
+            raise ValueError(f"mode must be min or max, got {mode!r}")
+        self.path = Path(dirpath).absolute() / "best.ckpt"
+        self.monitor = monitor
+        self.mode = mode
+        self.best_model_path = ""
+        self.best_model_score: float | None = None
+        self.best_step: int | None = None
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.state.fn != "fit":
+            return
+        scores = trainer.callback_metrics
+        if self.monitor not in scores:
+            raise _unknown_monitor(self.monitor, scores)
+        if trainer.sanity_checking or trainer.fast_dev_run:
+            return
+        score = float(scores[self.monitor])
+        if trainer.strategy.broadcast(math.isfinite(score) and self._beats(score)):
+            self.best_model_score, self.best_step = score, trainer.global_step
+            self.best_model_path = str(self.path)  # before saving: it is part of the state
+            trainer.save_checkpoint(self.path)
+
+    def _beats(self, score: float) -> bool:
+        if self.best_model_score is None:
+            return True
+        return score < self.best_model_score if self.mode == "min" else score > self.best_model_score
+
+    def state_dict(self) -> dict[str, str | float | int | None]:
+        return {"path": self.best_model_path, "score": self.best_model_score, "step": self.best_step}
+
+    def load_state_dict(self, state: dict[str, str | float | int | None]) -> None:
+        if state["path"] and not os.path.exists(state["path"]):
+            log.warning("the best checkpoint of the run being resumed is gone: %s", state["path"])
+            return
+        self.best_model_path, self.best_model_score, self.best_step = state["path"], state["score"], state["step"]
+
+    def summary(self) -> dict[str, float | int | None]:
+        """The best score, under `best/<monitor>`, and the number of steps at which it was reached."""
+        return {f"best/{self.monitor}": self.best_model_score, "best/step": self.best_step}
+
+
+def _unknown_monitor(monitor: str, scores: dict) -> ValueError:
+    valid = sorted(name for name in scores if name.startswith("val"))
+    near = difflib.get_close_matches(monitor, valid, n=1)
+    return ValueError(
+        f"monitor={monitor!r} is not what a validation logs"
+        + (f"; did you mean {near[0]!r}?" if near else ".")
+        + f" Valid names: {', '.join(valid) or 'none'}"
+    )
+
+
+class LastCheckpoint(Checkpoint):
+    """Keeps `<dirpath>/last.ckpt`, from which a run goes on exactly.
+
+    every_n_steps: optimizer steps between saves, null for none. every_minutes: minutes between saves, null for none;
+    both may be set. keep_steps: of the saves by steps, how many stay as `step_000010.ckpt` too (-1: all).
+    It also saves after the last step, and when an exception ends training, unless the weights are not finite.
+
+    Ctrl-C is held back until the step under way is done: an optimizer interrupted halfway leaves weights from which
+    nothing can go on. A second Ctrl-C does not wait, and does not save.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike,
+        every_n_steps: int | None = None,
+        every_minutes: float | None = 10.0,
+        keep_steps: int = 0,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ValueError(f"every_n_steps must be at least 1, or null, got {every_n_steps}")
+        if every_minutes is not None and every_minutes <= 0:
+            raise ValueError(f"every_minutes must be above 0, or null, got {every_minutes}")
+        if keep_steps < -1:
+            raise ValueError(f"keep_steps must be at least -1, got {keep_steps}")
+        self.folder = Path(dirpath).absolute()
+        self.path = self.folder / "last.ckpt"
+        self.every_n_steps = every_n_steps
+        self.every_minutes = every_minutes
+        self.keep_steps = keep_steps
+        self.clock = clock
+        self._kept: list[Path] = []
+        self._handler = None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._saved_step = self._step = trainer.global_step
+        self._saved_at = self.clock()
+        self._in_step = self._interrupted = False
+        if threading.current_thread() is threading.main_thread():  # Python lets no other set a handler
+            self._handler = signal.signal(signal.SIGINT, self._hold_back)
+
+    def _hold_back(self, signum: int, frame: object) -> None:
+        if self._interrupted or not self._in_step:
+            raise KeyboardInterrupt
+        self._interrupted = True
+        log.warning("interrupted: finishing this step, then saving; once more to stop at once")
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch, batch_idx: int) -> None:
+        self._in_step = True
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs, batch, batch_idx: int
+    ) -> None:
+        stepped = trainer.global_step > self._step
+        self._step = trainer.global_step
+        if stepped:
+            by_steps = self.every_n_steps is not None and self._step % self.every_n_steps == 0
+            by_time = self.every_minutes is not None and self.clock() - self._saved_at >= 60 * self.every_minutes
+            if trainer.strategy.broadcast(by_steps or by_time or self._step == trainer.max_steps):
+                self._save(trainer)
+                if by_steps and self.keep_steps != 0:
+                    self._keep(trainer)
+        self._in_step = False
+        if self._interrupted:
+            raise KeyboardInterrupt
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._step > self._saved_step:
+            self._save(trainer)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._restore_handler()
+        if trainer.state.fn != "fit" or trainer.sanity_checking or trainer.fast_dev_run:
+            return
+        if trainer.global_step == 0 or trainer.global_step == self._saved_step:
+            return
+        kept = f"last.ckpt stays that of step {self._saved_step}" if self.path.exists() else "there is no last.ckpt"
+        if self._in_step and isinstance(exception, KeyboardInterrupt):
+            log.warning("stopped in the middle of step %d, not saved; %s", trainer.global_step + 1, kept)
+        elif (name := first_nonfinite(pl_module.named_parameters())) is not None:
+            log.warning("%s is not finite, not saved; %s", name, kept)
+        else:
+            try:
+                self._save(trainer)
+            except Exception as error:  # the run ends by the first exception, not by this one
+                log.warning("could not save a checkpoint (%s: %s); %s", type(error).__name__, error, kept)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._restore_handler()
+
+    def _restore_handler(self) -> None:
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._handler)
+            self._handler = None
+
+    def _save(self, trainer: L.Trainer) -> None:
+        if trainer.fast_dev_run:
+            return
+        trainer.save_checkpoint(self.path)
+        self._saved_step, self._saved_at = trainer.global_step, self.clock()
+
+    def _keep(self, trainer: L.Trainer) -> None:
+        if not trainer.is_global_zero or trainer.fast_dev_run:
+            return
+        path = self.folder / f"step_{trainer.global_step:06d}.ckpt"
+        shutil.copyfile(self.path, path.with_suffix(".part"))
+        os.replace(path.with_suffix(".part"), path)
+        self._kept.append(path)
+        while 0 < self.keep_steps < len(self._kept):
+            self._kept.pop(0).unlink(missing_ok=True)

@@ -1,0 +1,90 @@
+"""Peak memory of training, size of the state, number of parameters: each of this run alone."""
+
+from __future__ import annotations
+
+import gc
+
+import lightning as L
+import torch
+
+from seqmix.measure import PeakMemory, parameter_count, state_bytes
+
+
+class Memory(L.Callback):
+    """Peaks of the training steps after the warm-up, evaluation left out; measured, not logged live.
+
+    warmup_steps: optimizer steps before the peaks are reset: compiling, autotuning and first allocations can need more
+    than any later step. A run that ends before reports the peak of what it ran.
+
+    `memory/state_bytes` is the decoding state of one row after a prefill of task.seq_len tokens, in the run's
+    precision: constant for a recurrence, grown to that length for a key-value cache.
+    """
+
+    def __init__(self, warmup_steps: int = 10):
+        if warmup_steps < 0:
+            raise ValueError(f"warmup_steps must be at least 0, got {warmup_steps}")
+        self.warmup_steps = warmup_steps
+        self._start_afresh()
+
+    def _start_afresh(self) -> None:
+        self._peak: PeakMemory | None = None
+        self._peaks: dict[str, float | None] = dict.fromkeys(("allocated", "reserved", "rss"))
+        self._counts: dict[str, int | None] = dict.fromkeys(("state_bytes", "params", "params_non_embedding"))
+        self._warm = False
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._start_afresh()
+        total, non_embedding = parameter_count(pl_module.model)
+        self._counts |= {"params": total, "params_non_embedding": non_embedding}
+        self._first_step = trainer.global_step
+        self._peak = PeakMemory(pl_module.device)
+        gc.collect()  # an earlier job of this process may have left cycles that hold tensors
+        if pl_module.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._peak.reset()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs, batch, batch_idx: int
+    ) -> None:
+        if not self._warm and trainer.global_step - self._first_step >= self.warmup_steps > 0:
+            self._warm = True
+            self._peaks = dict.fromkeys(self._peaks)
+            self._peak.reset()
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not trainer.sanity_checking and self._peak is not None:
+            self._take_peaks()
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not trainer.sanity_checking and self._peak is not None:
+            self._peak.reset()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._take_peaks()
+        self._peak = None  # what comes after training is not on this account
+        tokens = torch.zeros(1, trainer.datamodule.seq_len, dtype=torch.long, device=pl_module.device)  # (1, L)
+        model, was_training = pl_module.model, pl_module.model.training
+        model.eval()
+        with torch.no_grad(), trainer.precision_plugin.forward_context():
+            _, state = model.prefill(tokens, model.init_state(1))
+        model.train(was_training)
+        self._counts["state_bytes"] = state_bytes(state)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if self._peak is not None:
+            self._take_peaks()
+
+    def _take_peaks(self) -> None:
+        for name in self._peaks:
+            now = getattr(self._peak, name)()
+            if now is not None:
+                self._peaks[name] = max(now, self._peaks[name] or 0.0)
+
+    def summary(self) -> dict[str, float | int | None]:
+        """MiB and counts. Accelerator peaks are None on a CPU, the resident set is None on an accelerator."""
+        return {
+            "memory/peak_allocated_mib": self._peaks["allocated"],
+            "memory/peak_reserved_mib": self._peaks["reserved"],
+            "memory/peak_rss_mib": self._peaks["rss"],
+            **{f"memory/{name}": value for name, value in self._counts.items()},
+        }

@@ -1,0 +1,142 @@
+"""Tokens a second and milliseconds an optimizer step, in steady state.
+
+On the clock: fetching a batch, moving it, forward, backward, the optimizer step. Off it: the first steps (compiling,
+autotuning, cold caches), evaluation, checkpoints, logging, the change of an epoch. A window closes at a step that logs;
+the clock stands until the next fetch begins.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import lightning as L
+
+from seqmix.measure import Window, WindowTimer, spread, synchronizer
+
+# what Lightning calls the fetch of a training batch when it tells its profiler; callbacks have no hook there
+FETCH = "train_dataloader_next"
+
+
+class Throughput(L.Callback):
+    """Logs `speed/{tokens_per_second,step_ms,data_wait_fraction}` of each window, every trainer.log_every_n_steps.
+
+    warmup_steps: optimizer steps before the first window, the very first (`speed/first_step_s`) included.
+    clock: seconds, for tests.
+
+    Tokens are all inputs of all ranks, padding too: what the model was made to process. data_wait_fraction is the share
+    of a window in which the host waited for a batch to be fetched, moved or made; on an accelerator that runs behind
+    the host, part of that costs nothing. Windows are of this process alone: what ran before a resume is not counted.
+    """
+
+    def __init__(self, warmup_steps: int = 10, *, clock: Callable[[], float] = time.perf_counter):
+        if warmup_steps < 1:
+            raise ValueError(f"warmup_steps must be at least 1, the first step, got {warmup_steps}")
+        self.warmup_steps = warmup_steps
+        self.clock = clock
+        self._start_afresh()
+
+    def _start_afresh(self) -> None:
+        self.windows: list[Window] = []
+        self.first_step_s: float | None = None
+        self._timer: WindowTimer | None = None
+        self._warm = False
+        self._profiler = None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._start_afresh()
+        self._timer = WindowTimer(synchronizer(pl_module.device), self.clock)
+        self._first_step = self._step = trainer.global_step
+        self._first_batch_at: float | None = None
+        self._watch_fetches(trainer.profiler)
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch, batch_idx: int) -> None:
+        if self._first_batch_at is None:
+            self._first_batch_at = self.clock()
+        if self._timer.running:
+            self._timer.add(data_seconds=self.clock() - self._fetch_at)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs, batch, batch_idx: int
+    ) -> None:
+        stepped = trainer.global_step > self._step  # with accumulated gradients, not at every batch
+        self._step = trainer.global_step
+        if not self._warm:
+            if stepped:
+                self._warm_up()
+            return
+        self._timer.add(steps=int(stepped), tokens=batch.inputs.numel() * trainer.world_size)
+        if stepped and trainer.global_step % trainer.log_every_n_steps == 0:
+            window = self._timer.close()
+            self.windows.append(window)
+            pl_module.log_dict(
+                {
+                    "speed/tokens_per_second": window.tokens / window.seconds,
+                    "speed/step_ms": 1e3 * window.seconds / window.steps,
+                    "speed/data_wait_fraction": window.data_seconds / window.seconds,
+                }
+            )
+
+    def _warm_up(self) -> None:
+        done = self._step - self._first_step
+        if self.first_step_s is None:
+            self._timer.synchronize()
+            self.first_step_s = self.clock() - self._first_batch_at
+        if done >= self.warmup_steps:
+            self._timer.synchronize()  # the first window must not pay for the warm-up
+            self._warm = True
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._pause()
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict) -> None:
+        self._pause()
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._pause()
+
+    def _pause(self) -> None:
+        if self._timer is not None:
+            self._timer.pause()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # an unfinished window says little, but more than nothing
+        if self._timer.steps > 0 and not self.windows:
+            self.windows.append(self._timer.close())
+        self._timer.discard()
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._unwatch_fetches()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._unwatch_fetches()
+
+    def summary(self) -> dict[str, float | int | None]:
+        """Medians over the windows; None where the run was too short to have one."""
+        step_ms = spread(1e3 * w.seconds / w.steps for w in self.windows)
+        return {
+            "speed/tokens_per_second": spread(w.tokens / w.seconds for w in self.windows).median,
+            "speed/step_ms": step_ms.median,
+            "speed/step_ms_iqr": step_ms.iqr,
+            "speed/windows": step_ms.count,
+            "speed/data_wait_fraction": spread(w.data_seconds / w.seconds for w in self.windows).median,
+            "speed/first_step_s": self.first_step_s,
+        }
+
+    def _watch_fetches(self, profiler) -> None:
+        """Hear when Lightning tells its profiler, whichever that is, that it begins to fetch a training batch."""
+        start = profiler.start
+
+        def heard(action: str) -> None:
+            if action.endswith(FETCH) and self._warm:
+                self._timer.resume()
+                self._fetch_at = self.clock()
+            start(action)
+
+        profiler.start = heard
+        self._profiler = profiler
+
+    def _unwatch_fetches(self) -> None:
+        if self._profiler is not None:
+            del self._profiler.start  # the class's own shows again
+            self._profiler = None

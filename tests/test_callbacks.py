@@ -1,0 +1,620 @@
+"""Callbacks on a tiny model: what they measure on a clock that lies, what they stop, what they leave on disk."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from seqmix import callbacks, measure
+
+# Lightning 2.6 asks torch 2.13 for a class that it deprecates, and wants workers for every DataLoader of torch's
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+]
+
+V, LENGTH, BATCH = 7, 12, 4
+
+
+class Batch(NamedTuple):
+    inputs: Tensor
+    targets: Tensor
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Rows(Dataset):
+    """Row i, a pure function of i; `fetch_s` pass on the clock for each batch."""
+
+    def __init__(self, n: int, clock: Clock | None, fetch_s: float):
+        self.n, self.clock, self.fetch_s = n, clock, fetch_s
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitems__(self, index: list[int]) -> list[Tensor]:
+        if self.clock is not None:
+            self.clock.sleep(self.fetch_s)
+        return [torch.arange(i, i + LENGTH) % V for i in index]
+
+
+def collate(rows: list[Tensor]) -> Batch:
+    inputs = torch.stack(rows)  # (B, L)
+    targets = inputs.clone()
+    targets[:, ::2] = -100
+    return Batch(inputs, targets)
+
+
+class TinyTask(L.LightningDataModule):
+    seq_len, vocab_size = LENGTH, V
+
+    def __init__(self, clock: Clock | None = None, fetch_s: float = 0.0, batches: int = 1000, num_workers: int = 0):
+        super().__init__()
+        self.clock, self.fetch_s, self.batches, self.num_workers = clock, fetch_s, batches, num_workers
+
+    def train_dataloader(self):
+        rows = Rows(BATCH * self.batches, self.clock, self.fetch_s)
+        return DataLoader(rows, batch_size=BATCH, collate_fn=collate, num_workers=self.num_workers)
+
+    def val_dataloader(self):
+        return DataLoader(Rows(BATCH, None, 0.0), batch_size=BATCH, collate_fn=collate)
+
+    test_dataloader = val_dataloader
+
+    def sample(self, split: str, index: Tensor) -> Batch:
+        return collate(Rows(100, None, 0.0).__getitems__(index.tolist()))
+
+    def eval_rows(self, split: str) -> int:
+        return 3
+
+    def decode(self, ids: Tensor) -> str:
+        return "".join("abcdefg"[i] for i in ids.tolist())
+
+
+class State(NamedTuple):
+    total: Tensor  # (B, D)
+    seen: Tensor  # (B, L) int64, grows: a cache
+
+
+class TinyModel(nn.Module):
+    """Running mean of embeddings; its state is a sum, and a cache of what it saw."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(V, 3)
+        self.head = nn.Linear(3, V)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embedding(tokens).cumsum(1))
+
+    def init_state(self, batch: int) -> State:
+        return State(torch.zeros(batch, 3), torch.zeros(batch, 0, dtype=torch.int64))
+
+    def prefill(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
+        x = self.embedding(tokens).cumsum(1) + state.total[:, None]
+        return self.head(x), State(x[:, -1], torch.cat([state.seen, tokens], 1))
+
+    def generate(self, tokens: Tensor, n: int, temperature: float, generator: torch.Generator) -> Tensor:
+        return torch.cat([tokens, tokens.flip(1)[:, :1].expand(-1, n)], dim=1)
+
+
+class TinyModule(L.LightningModule):
+    """step_s and eval_s pass on the clock in each training and validation step. bad_steps: batches whose loss is NaN."""
+
+    def __init__(
+        self,
+        clock: Clock | None = None,
+        step_s: float = 0.0,
+        eval_s: float = 0.0,
+        bad_steps: tuple[int, ...] = (),
+        val_losses: tuple[float, ...] = (),
+        lr: float = 0.1,
+    ):
+        super().__init__()
+        self.model = TinyModel()
+        self.clock, self.step_s, self.eval_s, self.lr = clock or Clock(), step_s, eval_s, lr
+        self.bad_steps, self.val_losses = bad_steps, list(val_losses)
+        self.validations = 0
+
+    def loss(self, batch: Batch) -> Tensor:
+        return F.cross_entropy(self.model(batch.inputs).flatten(0, 1), batch.targets.flatten())
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.clock.sleep(self.step_s)
+        loss = self.loss(batch)
+        if batch_idx in self.bad_steps:
+            loss = loss * math.nan
+        self.log("train/loss", loss)
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.clock.sleep(self.eval_s)
+        loss = self.loss(batch)
+        if not self.trainer.sanity_checking and self.val_losses:
+            loss = torch.tensor(self.val_losses[self.validations])
+            self.validations += 1
+        self.log("val/loss", loss)
+        self.log("val/token_accuracy", 0.5)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self.log("test/loss", self.loss(batch))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+class Logged(L.pytorch.loggers.logger.Logger):
+    """Keeps what was logged; writing takes `log_s` on the clock."""
+
+    name, version = "logged", "0"
+
+    def __init__(self, clock: Clock | None = None, log_s: float = 0.0):
+        super().__init__()
+        self.clock, self.log_s = clock or Clock(), log_s
+        self.rows: list[dict] = []
+
+    def log_hyperparams(self, params) -> None:
+        raise AssertionError("no hyperparameters are logged here")
+
+    def log_metrics(self, metrics: dict, step: int | None = None) -> None:
+        self.clock.sleep(self.log_s)
+        self.rows.append(metrics)
+
+
+def make_trainer(tmp_path: Path, *extra: L.Callback, **settings) -> L.Trainer:
+    defaults = dict(
+        max_steps=20,
+        max_epochs=-1,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=any(isinstance(c, L.pytorch.callbacks.Checkpoint) for c in extra),
+        enable_progress_bar=any(isinstance(c, callbacks.Progress) for c in extra),
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        limit_val_batches=0,
+        log_every_n_steps=5,
+        default_root_dir=tmp_path,
+        callbacks=list(extra),
+    )
+    return L.Trainer(**(defaults | settings))
+
+
+# Throughput
+
+
+class SaveEvery(L.pytorch.callbacks.Checkpoint):
+    """Saves after every third step; the disk takes `save_s`."""
+
+    def __init__(self, clock: Clock, save_s: float):
+        self.clock, self.save_s = clock, save_s
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step % 3 == 0 and trainer.global_step > 0:
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "x.ckpt")
+
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+        self.clock.sleep(self.save_s)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_speed_is_that_of_steps_and_fetches_and_of_nothing_else(tmp_path, accumulate):
+    clock = Clock()
+    speed = callbacks.Throughput(warmup_steps=3, clock=clock)
+    logged = Logged(clock, log_s=1000.0)
+    module = TinyModule(clock, step_s=0.75, eval_s=500.0)
+    slow_first = module.training_step
+
+    def training_step(batch, batch_idx):
+        clock.sleep(60.0 if batch_idx == 0 else 0.0)  # compiling
+        return slow_first(batch, batch_idx)
+
+    module.training_step = training_step
+    trainer = make_trainer(
+        tmp_path,
+        speed,
+        SaveEvery(clock, 300.0),
+        max_steps=20,
+        accumulate_grad_batches=accumulate,
+        logger=logged,
+        limit_val_batches=1,
+        val_check_interval=4 * accumulate,
+        num_sanity_val_steps=1,
+    )
+    trainer.fit(module, datamodule=TinyTask(clock, fetch_s=0.25))
+    summary = speed.summary()
+    assert summary["speed/step_ms"] == pytest.approx(1000.0 * accumulate, rel=1e-12)
+    assert summary["speed/tokens_per_second"] == pytest.approx(BATCH * LENGTH, rel=1e-12)
+    assert summary["speed/data_wait_fraction"] == pytest.approx(0.25, rel=1e-12)
+    # of the first optimizer step: its batches' steps, and the fetches between them
+    assert summary["speed/first_step_s"] == pytest.approx(60.75 + (accumulate - 1) * 1.0)
+    # edges at steps 5, 10, 15, 20; the first window holds steps 4 and 5
+    assert [w.steps for w in speed.windows] == [2, 5, 5, 5]
+    assert summary["speed/windows"] == 4 and summary["speed/step_ms_iqr"] == pytest.approx(0.0, abs=1e-9)
+    live = [row["speed/tokens_per_second"] for row in logged.rows if "speed/tokens_per_second" in row]
+    assert live == pytest.approx([BATCH * LENGTH] * 4)
+    assert trainer.profiler.start.__func__ is type(trainer.profiler).start, "the profiler is as it was"
+
+
+def test_speed_after_a_resume_counts_only_what_ran_since(tmp_path):
+    clock = Clock()
+    first = callbacks.LastCheckpoint(tmp_path, every_minutes=None)
+    make_trainer(tmp_path, first, max_steps=7).fit(TinyModule(clock, step_s=100.0), datamodule=TinyTask())
+    speed = callbacks.Throughput(warmup_steps=2, clock=clock)
+    again = callbacks.LastCheckpoint(tmp_path / "again", every_minutes=None)
+    trainer = make_trainer(tmp_path, speed, again, max_steps=20)
+    with pytest.warns(UserWarning, match="dataloader is not resumable"):
+        trainer.fit(TinyModule(clock, step_s=2.0), datamodule=TinyTask(), ckpt_path=tmp_path / "last.ckpt")
+    assert [w.steps for w in speed.windows] == [1, 5, 5], "warm-up is steps 8 and 9; edges at 10, 15, 20"
+    assert speed.summary()["speed/step_ms"] == pytest.approx(2000.0)
+    assert speed.summary()["speed/first_step_s"] == pytest.approx(2.0)
+
+
+def test_a_run_shorter_than_a_window_has_one_and_one_shorter_than_the_warm_up_none(tmp_path):
+    clock = Clock()
+    speed = callbacks.Throughput(warmup_steps=2, clock=clock)
+    make_trainer(tmp_path, speed, max_steps=4).fit(TinyModule(clock, step_s=2.0), datamodule=TinyTask())
+    assert [w.steps for w in speed.windows] == [2] and speed.summary()["speed/step_ms"] == 2000.0
+    make_trainer(tmp_path, speed, max_steps=2).fit(TinyModule(clock, step_s=3.0), datamodule=TinyTask())
+    summary = speed.summary()
+    assert summary.pop("speed/first_step_s") == 3.0 and summary.pop("speed/windows") == 0
+    assert set(summary.values()) == {None}, "nothing is carried over from the run before"
+
+
+def test_epochs_do_not_end_a_window_but_their_change_is_not_timed(tmp_path):
+    clock = Clock()
+
+    class Pauses(L.Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            clock.sleep(700.0)
+
+    speed = callbacks.Throughput(warmup_steps=1, clock=clock)
+    trainer = make_trainer(tmp_path, Pauses(), speed, max_steps=10)
+    trainer.fit(TinyModule(clock, step_s=1.0), datamodule=TinyTask(batches=3))
+    assert [w.steps for w in speed.windows] == [4, 5]
+    assert speed.summary()["speed/step_ms"] == pytest.approx(1000.0)
+
+
+def test_warm_up_must_hold_the_first_step():
+    with pytest.raises(ValueError, match="got 0"):
+        callbacks.Throughput(warmup_steps=0)
+
+
+# Memory
+
+
+def test_memory_reports_state_after_the_prefill_parameters_and_null_for_a_gpu_that_is_not_there(tmp_path):
+    memory = callbacks.Memory(warmup_steps=2)
+    module = TinyModule()
+    make_trainer(tmp_path, memory, max_steps=4).fit(module, datamodule=TinyTask())
+    summary = memory.summary()
+    assert summary["memory/state_bytes"] == 3 * 4 + LENGTH * 8, "the cache has grown to seq_len tokens"
+    assert summary["memory/params"] == V * 3 + 3 * V + V and summary["memory/params_non_embedding"] == 3 * V + V
+    assert summary["memory/peak_allocated_mib"] is None and summary["memory/peak_reserved_mib"] is None
+    assert summary["memory/peak_rss_mib"] is None or summary["memory/peak_rss_mib"] > 50
+    assert module.model.training
+    json.dumps(summary, allow_nan=False)
+
+
+def test_peaks_leave_out_the_warm_up_and_evaluation(tmp_path, monkeypatch):
+    peak = [0.0]
+
+    class Fake(measure.PeakMemory):
+        def reset(self):
+            peak[0] = 100.0  # what is held all the time
+
+        def allocated(self):
+            return peak[0]
+
+    def needs(mib: float):
+        peak[0] = max(peak[0], mib)
+
+    class Hungry(TinyModule):
+        def training_step(self, batch, batch_idx):
+            needs(9000.0 if self.trainer.global_step < 2 else 300.0 + batch_idx)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            needs(8000.0)
+
+    monkeypatch.setattr("seqmix.callbacks.memory.PeakMemory", Fake)
+    memory = callbacks.Memory(warmup_steps=2)
+    trainer = make_trainer(tmp_path, memory, max_steps=6, limit_val_batches=1, val_check_interval=3)
+    trainer.fit(Hungry(), datamodule=TinyTask())
+    assert memory.summary()["memory/peak_allocated_mib"] == 305.0
+
+
+# Non-finite guard
+
+
+def test_a_bad_loss_stops_the_run_before_the_weights_are_touched(tmp_path):
+    module = TinyModule(bad_steps=(3,), lr=0.25)
+    best, last = callbacks.BestCheckpoint(tmp_path), callbacks.LastCheckpoint(tmp_path, every_minutes=None)
+    trainer = make_trainer(tmp_path, callbacks.NonFiniteGuard(), best, last, limit_val_batches=1, val_check_interval=1)
+    with pytest.raises(callbacks.NonFiniteError, match=r"after 3 steps: the loss \(lr 0.25") as caught:
+        trainer.fit(module, datamodule=TinyTask())
+    error = caught.value
+    assert (error.step, error.lr, error.tensor) == (3, 0.25, "the loss") and math.isnan(error.grad_norm)
+    assert measure.first_nonfinite(module.named_parameters()) is None
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    assert saved["global_step"] == 3 and measure.first_nonfinite(saved["state_dict"].items()) is None
+
+
+def test_a_bad_gradient_is_named_though_the_loss_is_finite(tmp_path):
+    module = TinyModule()
+    module.model.head.bias.register_hook(lambda g: g.clone().fill_(math.inf) if module.global_step == 2 else g)
+    trainer = make_trainer(tmp_path, callbacks.NonFiniteGuard(), accumulate_grad_batches=2)
+    with pytest.raises(callbacks.NonFiniteError, match="1 of 3 gradients") as caught:
+        trainer.fit(module, datamodule=TinyTask())
+    assert (caught.value.step, caught.value.tensor) == (2, "gradient of model.head.bias")
+
+
+def test_an_absurd_learning_rate_diverges_and_the_best_checkpoint_is_finite(tmp_path):
+    class Cubic(TinyModule):  # a loss that an overshooting step makes larger and larger
+        def loss(self, batch):
+            return super().loss(batch) + sum((p**4).sum() for p in self.parameters())
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=1e6)
+
+    best, last = callbacks.BestCheckpoint(tmp_path), callbacks.LastCheckpoint(tmp_path, every_n_steps=1)
+    trainer = make_trainer(
+        tmp_path, callbacks.NonFiniteGuard(), best, last, max_steps=50, limit_val_batches=1, val_check_interval=1
+    )
+    with pytest.raises(callbacks.NonFiniteError):
+        trainer.fit(Cubic(), datamodule=TinyTask())
+    for name in ("best.ckpt", "last.ckpt"):
+        saved = torch.load(tmp_path / name, weights_only=True)
+        assert measure.first_nonfinite(saved["state_dict"].items()) is None
+    assert math.isfinite(best.best_model_score)
+
+
+@pytest.mark.parametrize(("bad", "stops_after"), [((2, 3), None), ((2, 3, 5, 6, 7), 7)])
+def test_with_patience_bad_steps_in_a_row_are_skipped_and_counted(tmp_path, bad, stops_after):
+    skipped, plain = TinyModule(bad_steps=bad), TinyModule()
+    plain.load_state_dict(skipped.state_dict())
+    weights = []
+
+    class Watch(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            weights.append(pl_module.model.head.weight.detach().clone())
+
+    trainer = make_trainer(tmp_path, callbacks.NonFiniteGuard(patience=3), Watch(), max_steps=10)
+    if stops_after is None:
+        trainer.fit(skipped, datamodule=TinyTask())
+        assert len(weights) == 10
+    else:
+        with pytest.raises(callbacks.NonFiniteError, match=f"after {stops_after} steps"):
+            trainer.fit(skipped, datamodule=TinyTask())
+    assert torch.equal(weights[1], weights[3]), "steps 2 and 3 changed nothing"
+    assert not torch.equal(weights[3], weights[4])
+    assert measure.first_nonfinite(skipped.named_parameters()) is None
+
+
+def test_no_checkpoint_is_written_of_weights_that_are_not_finite(tmp_path):
+    module = TinyModule()
+    trainer = make_trainer(tmp_path, callbacks.NonFiniteGuard(), max_steps=2)
+    trainer.fit(module, datamodule=TinyTask())
+    trainer.state.fn = "fit"
+    with torch.no_grad():
+        module.model.head.bias[1] = math.nan
+    with pytest.raises(callbacks.NonFiniteError, match=r"parameter model\.head\.bias"):
+        trainer.save_checkpoint(tmp_path / "bad.ckpt")
+    assert not (tmp_path / "bad.ckpt").exists()
+
+
+# Checkpoints
+
+
+def test_checkpoint_names_can_be_pasted_and_the_kept_ones_are_the_newest(tmp_path):
+    last = callbacks.LastCheckpoint(tmp_path / "c", every_n_steps=2, every_minutes=None, keep_steps=2)
+    trainer = make_trainer(tmp_path, last, callbacks.BestCheckpoint(tmp_path / "c"), max_steps=9)
+    trainer.fit(TinyModule(), datamodule=TinyTask())
+    assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["last.ckpt", "step_000006.ckpt", "step_000008.ckpt"]
+    assert torch.load(tmp_path / "c" / "last.ckpt", weights_only=True)["global_step"] == 9
+    assert torch.load(tmp_path / "c" / "step_000006.ckpt", weights_only=True)["global_step"] == 6
+    assert callbacks.best_checkpoint(trainer) is None, "nothing was validated"
+
+
+def test_checkpoints_by_minutes_follow_the_clock(tmp_path):
+    clock = Clock()
+    last = callbacks.LastCheckpoint(tmp_path, every_minutes=1.0, clock=clock)
+    saves = []
+
+    class Watch(L.Callback):
+        def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+            saves.append(trainer.global_step)
+
+    make_trainer(tmp_path, last, Watch(), max_steps=10).fit(TinyModule(clock, step_s=25.0), datamodule=TinyTask())
+    assert saves == [3, 6, 9, 10]
+
+
+def test_the_best_is_the_best_finite_score_after_the_sanity_check(tmp_path):
+    best = callbacks.BestCheckpoint(tmp_path)
+    module = TinyModule(val_losses=(math.nan, 3.0, math.inf, 1.5, -math.inf, 2.0))
+    trainer = make_trainer(
+        tmp_path, best, max_steps=6, limit_val_batches=1, val_check_interval=1, num_sanity_val_steps=1
+    )
+    trainer.fit(module, datamodule=TinyTask())
+    assert callbacks.best_checkpoint(trainer) == str(tmp_path / "best.ckpt")
+    assert best.summary() == {"best/val/loss": 1.5, "best/step": 4}
+    assert torch.load(tmp_path / "best.ckpt", weights_only=True)["global_step"] == 4
+
+
+def test_a_resumed_run_in_another_folder_keeps_the_best_so_far(tmp_path):
+    def fit(folder, losses, max_steps, ckpt=None):
+        best = callbacks.BestCheckpoint(tmp_path / folder)
+        last = callbacks.LastCheckpoint(tmp_path / folder, every_minutes=None)
+        trainer = make_trainer(tmp_path, best, last, max_steps=max_steps, limit_val_batches=1, val_check_interval=1)
+        trainer.fit(TinyModule(val_losses=losses), datamodule=TinyTask(), ckpt_path=ckpt)
+        return best
+
+    fit("a", (5.0, 1.0, 4.0), 3)
+    with pytest.warns(UserWarning, match="dataloader is not resumable"):
+        worse = fit("b", (2.0, 3.0), 5, tmp_path / "a" / "last.ckpt")
+    assert (worse.best_model_path, worse.best_model_score) == (str(tmp_path / "a" / "best.ckpt"), 1.0)
+    with pytest.warns(UserWarning, match="dataloader is not resumable"):
+        better = fit("c", (2.0, 0.5), 5, tmp_path / "a" / "last.ckpt")
+    assert (better.best_model_path, better.best_step) == (str(tmp_path / "c" / "best.ckpt"), 5)
+
+
+@pytest.mark.parametrize("sanity_steps", [0, 1])
+def test_a_wrong_monitor_fails_at_the_first_validation_with_the_names(tmp_path, sanity_steps):
+    trainer = make_trainer(
+        tmp_path,
+        callbacks.BestCheckpoint(tmp_path, monitor="val/los"),
+        limit_val_batches=1,
+        num_sanity_val_steps=sanity_steps,
+        val_check_interval=1,
+    )
+    with pytest.raises(ValueError, match=r"'val/los'.*did you mean 'val/loss'.*val/loss, val/token_accuracy"):
+        trainer.fit(TinyModule(), datamodule=TinyTask())
+    assert trainer.global_step == 1 - sanity_steps
+
+
+def test_an_exception_saves_the_last_step_and_a_failing_save_does_not_hide_it(tmp_path, monkeypatch, caplog):
+    class Breaks(TinyModule):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 5:
+                raise RuntimeError("out of luck")
+            return super().training_step(batch, batch_idx)
+
+    last = callbacks.LastCheckpoint(tmp_path, every_minutes=None)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        make_trainer(tmp_path, last).fit(Breaks(), datamodule=TinyTask())
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 5
+
+    trainer = make_trainer(tmp_path, callbacks.LastCheckpoint(tmp_path, every_minutes=None))
+    monkeypatch.setattr(trainer, "save_checkpoint", lambda path: (_ for _ in ()).throw(OSError(28, "No space left")))
+    with pytest.raises(RuntimeError, match="out of luck"):
+        trainer.fit(Breaks(), datamodule=TinyTask())
+    assert "No space left" in caplog.text
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 5, "the earlier one is whole"
+
+
+def test_ctrl_c_finishes_the_step_saves_it_and_stops(tmp_path):
+    class Interrupted(TinyModule):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 4:
+                os.kill(os.getpid(), signal.SIGINT)
+            return super().training_step(batch, batch_idx)
+
+    before = signal.getsignal(signal.SIGINT)
+    last = callbacks.LastCheckpoint(tmp_path, every_minutes=None)
+    module = Interrupted()
+    try:
+        with pytest.raises(SystemExit):  # what Lightning makes of a KeyboardInterrupt
+            make_trainer(tmp_path, last).fit(module, datamodule=TinyTask())
+        after = signal.getsignal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert after in (before, signal.SIG_IGN), "ours is gone; Lightning ignores further ones"
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    assert saved["global_step"] == 5, "the step in which it came is done"
+    assert torch.equal(saved["state_dict"]["model.head.bias"], module.model.head.bias.detach())
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"every_n_steps": 0}, "every_n_steps must be at least 1, or null, got 0"),
+        ({"every_minutes": -1.0}, "got -1"),
+        ({"keep_steps": -2}, "got -2"),
+    ],
+)
+def test_impossible_checkpoint_keys_are_refused(tmp_path, keys, message):
+    with pytest.raises(ValueError, match=message):
+        callbacks.LastCheckpoint(tmp_path, **keys)
+    with pytest.raises(ValueError, match="'smallest'"):
+        callbacks.BestCheckpoint(tmp_path, mode="smallest")
+
+
+# Progress
+
+
+def test_without_a_terminal_progress_is_plain_lines_now_and_then(tmp_path):
+    clock, stream = Clock(), io.StringIO()
+    bar = callbacks.Progress(line_seconds=10.0, stream=stream, clock=clock)
+    trainer = make_trainer(tmp_path, bar, max_steps=20, limit_val_batches=1, val_check_interval=5)
+    trainer.fit(TinyModule(clock, step_s=4.0), datamodule=TinyTask())
+    text = stream.getvalue()
+    lines = text.splitlines()
+    assert "\x1b" not in text and "\r" not in text, "no control codes"
+    assert [line.split()[1] for line in lines] == ["3/20", "6/20", "9/20", "12/20", "15/20", "18/20", "20/20"]
+    assert lines[1].startswith("step 6/20 (30%), 0:00:56 left, train/loss ")
+    assert "val/token_accuracy 0.500" in lines[1] and "val/token_accuracy" not in lines[0]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_in_a_terminal_progress_is_a_bar_that_ends_with_training(tmp_path, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "140")
+    stream = Terminal()
+    bar = callbacks.Progress(refresh_seconds=1e-6, stream=stream)
+    trainer = make_trainer(tmp_path, bar, max_steps=8, limit_val_batches=1, val_check_interval=4)
+    trainer.fit(TinyModule(), datamodule=TinyTask())
+    text = stream.getvalue()
+    assert "8/8" in text and "train/loss" in text and "val/token_accuracy 0.500" in text
+    assert bar._bar is None
+    with pytest.raises(RuntimeError, match="stops"):
+
+        class Stops(TinyModule):
+            def training_step(self, batch, batch_idx):
+                raise RuntimeError("stops")
+
+        make_trainer(tmp_path, bar).fit(Stops(), datamodule=TinyTask())
+    assert bar._bar is None, "a crash does not leave the terminal without a cursor"
+
+
+# Predictions
+
+
+def test_predictions_are_printed_written_and_counted(tmp_path, capsys):
+    shown = callbacks.Predictions(tmp_path / "run", rows=2, max_chars=8, generate_tokens=3)
+    module = TinyModule()
+    make_trainer(tmp_path, shown, max_steps=1).fit(module, datamodule=TinyTask())
+    batch = TinyTask().sample("val", torch.arange(2))
+    with torch.no_grad():
+        right = (module.model(batch.inputs).argmax(-1) == batch.targets).sum(-1).tolist()
+    text = (tmp_path / "run" / "predictions.txt").read_text()
+    assert f"validation row 0: {right[0]} of 6 right" in text and f"validation row 1: {right[1]} of 6 right" in text
+    assert "input       bcdefgabcdef\n" in text and "target      cegbdf\n" in text
+    assert "prompt        bcdefg\n  continuation  ggg\n" in text
+    assert "input       bcdefgab …" in capsys.readouterr().out
+    assert module.model.training
+
+
+def test_importing_the_callbacks_does_not_import_wandb_and_triton_only_where_lightning_does():
+    code = (
+        "import sys, lightning; before = set(sys.modules); import seqmix.callbacks;"
+        "print([m for m in ('wandb', 'triton', 'flash_attn') if m in sys.modules and m not in before])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
