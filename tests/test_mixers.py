@@ -183,7 +183,9 @@ def test_padding_and_companions_change_nothing(name):
     alone, state = mixer.prefill(x[1:2], mixer.init_state(1))
     together, states = mixer.prefill(x, mixer.init_state(3))
     torch.testing.assert_close(together[1:2], alone, **EXACT)
-    torch.testing.assert_close(mixer(padded)[:, :11], together, rtol=0, atol=1e-10)  # an FFT's error follows the largest
+    torch.testing.assert_close(
+        mixer(padded)[:, :11], together, rtol=0, atol=1e-10
+    )  # an FFT's error follows the largest
     for a, b in zip(states, state, strict=True):
         torch.testing.assert_close(a[1:2], b, **EXACT)
 
@@ -232,7 +234,7 @@ def test_own_parameters_stay_in_float32_in_a_16_bit_module(name, low):
 
 @over_models
 def test_parameters_are_real_and_float32(name):
-    """Complex parameters are pairs: casts, gradient reduction and fused optimizers each lose an imaginary part somewhere."""
+    """Complex parameters are pairs: casts, gradient reductions and fused optimizers each lose imaginary parts."""
     assert {p.dtype for p in instantiate(CONFIGS[name].model)(d_model=D).parameters()} == {torch.float32}
 
 
@@ -381,7 +383,7 @@ R2 = [0.737462, 0.486689, 0.181674, -0.012578, -0.034883, 0.052136, 0.132917, 0.
 
 
 def one_channel(d_state, init, dt, discretization="zoh"):
-    """C = 1 everywhere, D = 0, and a projection that shows the state space itself is not needed: see `kernel` and `step`."""
+    """C = 1 everywhere, and no skip."""
     mixer = S4D(1, d_state, init, discretization, dt_min=dt, dt_max=dt).double()
     with torch.no_grad():
         mixer.C.zero_()[..., 0] = 1
@@ -404,7 +406,10 @@ def test_s4d_kernel_taps():
 
 @pytest.mark.parametrize(
     "discretization, taps",  # A = -1, Δ = ½. bilinear: Ā = 3/5, B̄ = 2/5. zoh: Ā = e^-½, B̄ = 1 - e^-½
-    [("bilinear", [0.4 * 0.6**l for l in range(4)]), ("zoh", [-math.expm1(-0.5) * math.exp(-0.5 * l) for l in range(4)])],
+    [
+        ("bilinear", [0.4 * 0.6**l for l in range(4)]),
+        ("zoh", [-math.expm1(-0.5) * math.exp(-0.5 * l) for l in range(4)]),
+    ],
 )
 def test_s4d_discretizations_by_hand(discretization, taps):
     assert one_channel(1, "real", 0.5, discretization).kernel(4)[0].tolist() == pytest.approx(taps, abs=1e-7)
