@@ -6,15 +6,21 @@ import itertools
 import json
 import pickle
 import textwrap
+import types
+from pathlib import Path
 
+import hydra
 import lightning as L
 import pytest
 import torch
+from omegaconf import ListConfig, OmegaConf
 
 from seqmix.tasks import rng
 from seqmix.tasks.base import ENDLESS, IGNORE, Batch, Loader, Rows, TrainLoader
 from seqmix.tasks.copy import Copy
 from seqmix.tasks.selective_copy import SelectiveCopy
+
+CONF = Path(__file__).parents[1] / "conf" / "task"
 
 # Lightning 2.6.6 asks torch's pytree for its leaves in a way that torch 2.13 deprecates
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
@@ -372,6 +378,31 @@ def test_a_task_can_be_sent_to_a_spawned_worker():
     sent = pickle.loads(pickle.dumps(loader))
     task.trainer.close()
     assert sent.task.trainer is None and sent[0].inputs.equal(loader[0].inputs)
+
+
+def test_loaders_take_their_rank_from_the_trainer():
+    task = SelectiveCopy(batch_size=2, eval_samples=4, eval_batch_size=4)
+    task.trainer = types.SimpleNamespace(global_rank=1, world_size=2)
+    assert take(task.train_dataloader(), 2) == [[2, 3], [6, 7]]
+    assert take(task.val_dataloader(), 9) == [[1, 3]]
+
+
+# In the configuration
+
+
+@pytest.mark.parametrize("file", sorted(CONF.glob("*.yaml")), ids=lambda file: file.stem)
+def test_configuration_names_every_argument_and_builds(file):
+    conf = OmegaConf.create({"seed": 3, "task": OmegaConf.load(file)})
+    target = hydra.utils.get_class(conf.task._target_)
+    keys = set(conf.task) - {"_target_"}
+    assert keys == set(inspect.signature(target).parameters)
+    task = hydra.utils.instantiate(conf.task)
+    assert task.seed == 3
+    defaults = target()
+    for key in keys - {"seed"}:
+        assert getattr(defaults, key) == getattr(task, key), key
+        # what a checkpoint or a worker may carry off is Python's own
+        assert not isinstance(getattr(task, key), ListConfig), key
 
 
 # In the trainer

@@ -1,0 +1,377 @@
+"""Language modelling: say the next token, on text cut into train, val and test before anything else is done to it."""
+
+import codecs
+import hashlib
+import io
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqmix.tasks import corpus, rng
+from seqmix.tasks.base import IGNORE, Batch, Task, one_of, whole
+
+SPLITS = ("train", "val", "test")
+ON_DEVICE = 1 << 30  # bytes of token ids that are copied to the accelerator; more stay in main memory
+CHUNK = 1 << 20  # characters encoded at a time, tokens checked at a time
+KINDS = {"uint8": 0xFF, "int16": 0xFFFF, "int32": 0xFFFFFFFF, "int64": -1}  # how ids are kept, and what to mask
+
+
+class LanguageModeling(Task):
+    """Text in windows of seq_len tokens; each target is the token that follows, and every one is scored.
+
+    A window of "To be, or not to be" with seq_len=9:
+
+        inputs   To·be,·or
+        targets  o·be,·or·
+        loss     ^^^^^^^^^
+
+    The text is cut by position into three regions of lengths `split`, and no window crosses a cut. A train row starts
+    anywhere in the train region, by a hash of its number. The val and test rows are windows that do not overlap: one
+    row's last target is the next row's first input, so that every token but the first is a target once; the last window
+    is filled up with targets that are not scored. If eval_samples is less than there are windows, that many are
+    taken, evenly spread.
+
+    tokenizer="byte": ids are bytes, whatever the encoding, vocab_size=256. tokenizer="bpe": byte-level byte pairs,
+    trained on the train region alone to vocab_size ids. Both can spell any text, so no token is ever unknown.
+    tokenizer="ids": the source is .bin (little-endian, of `dtype`) or .npy files, which hold ids below vocab_size.
+    UTF-8 byte-order marks are dropped; line ends stay as they are. Between two files stands a newline.
+
+    Args (the others are those of `Task`; train_samples counts windows):
+        source: what to read, see `seqmix.tasks.corpus`. wikitext-103 keeps its own val and test: `split` is not used.
+        tokenizer: "byte", "bpe" or "ids".
+        vocab_size: number of ids.
+        seq_len: L, tokens in a row.
+        split: the shares of train, val and test.
+        max_bytes: read no more of the source than this; None for all of it.
+        text_field: the entry of a .jsonl line, or of a row of the hub, that is text.
+        encoding: of text files, where they are read as text: tokenizer="bpe" and .jsonl.
+        dtype: of .bin files.
+
+    Raises:
+        ValueError: by name and number, for settings that cannot be, in the constructor; for data that do not fit them
+            (too short, ids out of range, bytes that are not text), in `setup`.
+    """
+
+    def __init__(
+        self,
+        source: str = "shakespeare",
+        tokenizer: str = "byte",
+        vocab_size: int = 256,
+        seq_len: int = 256,
+        *,
+        split: Iterable[float] = (0.9, 0.05, 0.05),
+        max_bytes: int | None = None,
+        text_field: str = "text",
+        encoding: str = "utf-8",
+        dtype: str = "uint16",
+        batch_size: int = 32,
+        eval_batch_size: int = 64,
+        eval_samples: int = 1024,
+        seed: int = 0,
+        eval_seed: int = 1234,
+        train_samples: int | None = None,
+        num_workers: int = 0,
+        make_on: str = "device",
+    ):
+        super().__init__(
+            batch_size=batch_size,
+            eval_batch_size=eval_batch_size,
+            eval_samples=eval_samples,
+            seed=seed,
+            eval_seed=eval_seed,
+            train_samples=train_samples,
+            num_workers=num_workers,
+            make_on=make_on,
+        )
+        self.source = source
+        self.tokenizer = one_of("tokenizer", tokenizer, ("byte", "bpe", "ids"))
+        self.vocab_size = whole("vocab_size", vocab_size, 2)
+        self.seq_len = whole("seq_len", seq_len, 1)
+        self.split = [float(share) for share in split]
+        self.max_bytes = None if max_bytes is None else whole("max_bytes", max_bytes, 1)
+        self.text_field, self.encoding = text_field, encoding
+        self.dtype = one_of("dtype", dtype, ("uint8", "uint16", "int16", "int32", "uint32", "int64"))
+        if len(self.split) != 3 or min(self.split) <= 0 or not math.isclose(sum(self.split), 1, abs_tol=1e-6):
+            raise ValueError(f"split={self.split} is not three positive shares that sum to 1")
+        if tokenizer == "byte" and vocab_size != 256:
+            raise ValueError(f"vocab_size={vocab_size}, but bytes are 256; a larger vocabulary is tokenizer=bpe")
+        if tokenizer == "bpe" and vocab_size <= 256:
+            raise ValueError(f"vocab_size={vocab_size} <= 256, the bytes that tokenizer=bpe begins with")
+        try:
+            codecs.lookup(encoding)
+        except LookupError as error:
+            raise ValueError(f"encoding={encoding!r} is not known to Python") from error
+        self._files = self._check_source()
+        self._tokens: dict[str, Tensor] = {}
+        self._moved: dict[str, dict[str, Tensor]] = {}
+        self._facts: dict = {}
+        self._bpe = None
+
+    def _check_source(self) -> list[str]:
+        """What can be said of the source without reading it: the files it names."""
+        name = self.source.removeprefix("hf:")
+        if self.source in ("shakespeare", "python") or name != self.source:
+            if self.tokenizer == "ids":
+                raise ValueError(f"source={self.source!r} is text; tokenizer=ids reads .bin and .npy files")
+            if name != self.source and name not in (*corpus.HUB, *corpus.ZIPS) and "/" not in name:
+                raise ValueError(
+                    f"source={self.source!r} is not hf:OWNER/NAME or one of {', '.join((*corpus.HUB, *corpus.ZIPS))}"
+                )
+            if name == "fineweb-edu" and self.max_bytes is None:
+                raise ValueError(f"source={self.source!r} is some 50 GB; say how much of it: max_bytes=1000000000")
+            return []
+        files = corpus.find(self.source)
+        if corpus.holds_ids(files) != (self.tokenizer == "ids"):
+            want = "byte or bpe" if self.tokenizer == "ids" else "ids"
+            raise ValueError(
+                f"source={self.source!r} does not go with tokenizer={self.tokenizer}; write tokenizer={want}"
+            )
+        return files
+
+    # Reading
+
+    def prepare_data(self) -> None:
+        """Fetches and tokenises on one process a machine, so that the others find both in the cache."""
+        self._read()
+
+    def setup(self, stage: str) -> None:
+        self._read()
+
+    def _read(self) -> None:
+        if self._tokens:
+            return
+        self._tokens, facts = self._read_ids() if self.tokenizer == "ids" else self._read_text()
+        total = sum(len(tokens) for tokens in self._tokens.values())
+        if total <= self.seq_len:
+            raise ValueError(f"source={self.source!r} has {total} tokens < {self.seq_len + 1} (seq_len and one more)")
+        for split, tokens in self._tokens.items():
+            least = self.seq_len + 1 if split == "train" else 2
+            if len(tokens) < least:
+                raise ValueError(
+                    f"the {split} region has {len(tokens)} tokens < {least}"
+                    + (f" (seq_len={self.seq_len} and one more)" if split == "train" else ", an input and a target")
+                    + f"; source={self.source!r} has {total} in all, split={self.split}"
+                )
+        counts = sum(torch.bincount(chunk, minlength=self.vocab_size) for chunk in self._chunks("train"))
+        self.chance_token_accuracy = counts.max().item() / counts.sum().item()
+        self.chance_sequence_accuracy = self.chance_token_accuracy**self.seq_len
+        self._facts = facts | {"tokens": {split: len(tokens) for split, tokens in self._tokens.items()}}
+        if sum(tokens.nbytes for tokens in self._tokens.values()) > ON_DEVICE:
+            self.make_on = "loader"  # gathered in main memory, by workers if there are any
+
+    def _read_text(self) -> tuple[dict[str, Tensor], dict]:
+        texts = corpus.read(self.source, self.max_bytes, self.text_field, self.encoding)
+        regions = {split: b"\n".join(text.data for text in texts[split]) for split in texts}
+        facts = {
+            "sha256": hashlib.sha256(b"".join(regions.values())).hexdigest(),
+            "bytes": sum(map(len, regions.values())),
+            "files": sum(map(len, texts.values())),
+        }
+        if self.tokenizer == "byte":
+            self.token_bytes = torch.ones(256, dtype=torch.int64)
+            self.vocabulary = {"size": 256, "tokenizer": "byte"}
+            if "all" in regions:
+                regions = self._cut(regions["all"])
+            return {
+                split: torch.from_numpy(np.frombuffer(bytearray(regions[split]), np.uint8)) for split in SPLITS
+            }, facts
+
+        words = {}
+        for split, files in texts.items():
+            *whole_files, last = files
+            decoded = [corpus.decode(text, self.encoding) for text in whole_files]
+            words[split] = "\n".join([*decoded, corpus.decode(last, self.encoding, cut=self.max_bytes is not None)])
+        if "all" in words:
+            words = self._cut(words["all"])
+        self._bpe = trained(words["train"], self.vocab_size)
+        digest = hashlib.sha256(self._bpe.to_str().encode()).hexdigest()
+        self.token_bytes = torch.tensor(
+            [len(self._bpe.id_to_token(i)) for i in range(self.vocab_size)]
+        )  # a char a byte
+        self.vocabulary = {"size": self.vocab_size, "tokenizer": "bpe", "sha256": digest}
+        return {split: as_tensor(self._encoded(words[split], digest)) for split in SPLITS}, facts
+
+    def _cut(self, whole_text: bytes | str | np.ndarray) -> dict:
+        n = len(whole_text)
+        first, second = round(n * self.split[0]), round(n * (self.split[0] + self.split[1]))
+        return {"train": whole_text[:first], "val": whole_text[first:second], "test": whole_text[second:]}
+
+    def _encoded(self, text: str, digest: str) -> np.ndarray:
+        """The ids of a text, from the cache where they are there."""
+        mark = hashlib.sha256(text.encode() + digest.encode()).hexdigest()[:32]
+        kept = corpus.cache_folder() / f"ids-{mark}.npy"
+        if not kept.exists():
+            ids = [encoding.ids for encoding in self._bpe.encode_batch(list(pieces(text)))]
+            out = io.BytesIO()
+            np.save(out, pack(np.concatenate([np.array(part, np.int64) for part in ids or [[]]]), self.vocab_size))
+            corpus.write_whole(kept, out.getvalue())
+        return np.load(kept, mmap_mode="c")
+
+    def _read_ids(self) -> tuple[dict[str, Tensor], dict]:
+        """One token file is mapped into memory and not read; several are read and joined."""
+        arrays = [token_file(file, self.dtype) for file in self._files]
+        ids = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+        if self.max_bytes is not None:
+            ids = ids[: self.max_bytes // ids.itemsize]
+        digest = hashlib.sha256()
+        for start in range(0, len(ids), CHUNK):
+            chunk = ids[start : start + CHUNK]
+            digest.update(chunk.tobytes())
+            low, high = int(chunk.min()), int(chunk.max())
+            if low < 0 or high >= self.vocab_size:
+                worst = low if low < 0 else high
+                place = start + int((chunk == worst).argmax())
+                raise ValueError(
+                    f"id {worst} at token {place} of {self.source!r} is not in 0..vocab_size={self.vocab_size}"
+                )
+        self.vocabulary = {"size": self.vocab_size, "tokenizer": "ids"}
+        facts = {"sha256": digest.hexdigest(), "bytes": ids.nbytes, "files": len(arrays)}
+        return {split: as_tensor(part) for split, part in self._cut(ids).items()}, facts
+
+    def _chunks(self, split: str) -> Iterator[Tensor]:
+        tokens = self._tokens[split]
+        return (self._widen(tokens[i : i + CHUNK]) for i in range(0, len(tokens), CHUNK))
+
+    # Rows
+
+    def eval_rows(self, split: str) -> int:
+        return min(self.eval_samples, self._windows(split))
+
+    def _windows(self, split: str) -> int:
+        return -(-(len(self._tokens[split]) - 1) // self.seq_len)
+
+    def sample(self, split: str, index: Tensor) -> Batch:
+        tokens = self._on(index.device)[split]
+        if tokens.device != index.device:
+            return Batch(*(part.to(index.device) for part in self.sample(split, index.cpu())))
+        n, L = len(tokens), self.seq_len
+        if split == "train":
+            start = rng.integers(self.row_keys(split, index), 1, n - L, stream=0)  # (B, 1)
+        else:
+            start = (index * self._windows(split) // self.eval_rows(split) * L)[:, None]  # (B, 1)
+        place = start + torch.arange(L + 1, device=index.device)  # (B, L + 1)
+        window = self._widen(tokens[place.clamp(max=n - 1)])  # (B, L + 1)
+        return Batch(window[:, :-1], window[:, 1:].masked_fill(place[:, 1:] >= n, IGNORE))
+
+    def _widen(self, ids: Tensor) -> Tensor:
+        return ids.long() & KINDS[str(ids.dtype).removeprefix("torch.")]
+
+    def _on(self, device: torch.device) -> dict[str, Tensor]:
+        """The tokens on a device, copied there once; the ones in main memory where they are too many."""
+        if device.type == "cpu" or sum(tokens.nbytes for tokens in self._tokens.values()) > ON_DEVICE:
+            return self._tokens
+        if str(device) not in self._moved:
+            self._moved[str(device)] = {split: tokens.to(device) for split, tokens in self._tokens.items()}
+        return self._moved[str(device)]
+
+    def teardown(self, stage: str) -> None:
+        super().teardown(stage)
+        self._moved.clear()
+
+    def __getstate__(self) -> dict:
+        return super().__getstate__() | {"_moved": {}}
+
+    # Words about it
+
+    def definition(self) -> dict:
+        return {
+            "task": "lm",
+            "sha256": self._facts["sha256"],
+            "tokenizer": self.tokenizer,
+            "vocab_size": self.vocab_size,
+            "seq_len": self.seq_len,
+            "split": self.split,
+        }
+
+    def facts(self) -> dict:
+        windows = {split: self._windows(split) for split in ("val", "test")}
+        return (
+            {"source": self.source} | super().facts() | self._facts | {"eval_windows": windows, "made_on": self.make_on}
+        )
+
+    def encode(self, text: str) -> Tensor:
+        """The ids of some text, (n,) int64; not for tokenizer="ids"."""
+        if self.tokenizer == "ids":
+            raise ValueError("tokenizer=ids has no text to encode")
+        return torch.tensor(self._bpe.encode(text).ids if self._bpe else list(text.encode()), dtype=torch.int64)
+
+    def decode(self, ids: Tensor | list[int]) -> str:
+        ids = torch.as_tensor(ids).tolist()
+        if self.tokenizer == "ids":
+            return " ".join(map(str, ids))
+        return self._bpe.decode(ids) if self._bpe else bytes(ids).decode(errors="replace")
+
+    def cells(self, ids: list[int]) -> list[str]:
+        shown = {" ": "·", "\n": "↵", "\t": "→", "\r": "←"}
+        texts = (self.decode([i]) for i in ids)
+        return ["".join(shown.get(c, c if c.isprintable() else "�") for c in text) for text in texts]
+
+
+def token_file(file: str, dtype: str) -> np.ndarray:
+    """A .bin or .npy file mapped into memory, (n,) of integers. Copy on write: nothing can change the file."""
+    if Path(file).suffix == ".npy":
+        ids = np.load(file, mmap_mode="c")
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise ValueError(f"{file} holds {ids.dtype} of shape {ids.shape}, not one line of integers")
+        return ids
+    kind = np.dtype(dtype).newbyteorder("<")
+    size = Path(file).stat().st_size
+    if size == 0 or size % kind.itemsize:
+        raise ValueError(f"{file} has {size} bytes, not a number of dtype={dtype} ids of {kind.itemsize} bytes each")
+    return np.memmap(file, kind, mode="c")
+
+
+def pack(ids: np.ndarray, vocab_size: int) -> np.ndarray:
+    """ids in the smallest type that holds vocab_size of them; ValueError where one is none of them."""
+    if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
+        raise ValueError(f"ids from {ids.min()} to {ids.max()} are not in 0..vocab_size={vocab_size}")
+    return ids.astype(next(kind for kind in (np.uint8, np.uint16, np.int32) if vocab_size - 1 <= np.iinfo(kind).max))
+
+
+def as_tensor(ids: np.ndarray) -> Tensor:
+    """The same memory as a tensor of a type that torch can index; unsigned ids are masked when they are widened."""
+    ids = ids if ids.dtype.isnative else ids.astype(ids.dtype.newbyteorder("="))
+    kind = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}[ids.itemsize]
+    return torch.from_numpy(ids.view(kind))
+
+
+def pieces(text: str) -> Iterator[str]:
+    """The text in pieces of about CHUNK characters, each ending with a line where there is one."""
+    start = 0
+    while start < len(text):
+        stop = text.rfind("\n", start, start + CHUNK) + 1 if start + CHUNK < len(text) else len(text)
+        stop = stop if stop > start else start + CHUNK
+        yield text[start:stop]
+        start = stop
+
+
+def trained(text: str, vocab_size: int):
+    """A byte-level BPE tokenizer learnt from this text; kept in the cache. ValueError if it has too few pairs."""
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ImportError("tokenizer=bpe needs the extra data: pip install 'seqmix[data]'") from error
+    mark = hashlib.sha256(text.encode()).hexdigest()[:32]
+    kept = corpus.cache_folder() / f"bpe-{mark}-{vocab_size}.json"
+    if kept.exists():
+        return tokenizers.Tokenizer.from_file(str(kept))
+    learnt = tokenizers.Tokenizer(tokenizers.models.BPE())
+    learnt.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    learnt.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    learnt.train_from_iterator(pieces(text), trainer)
+    if learnt.get_vocab_size() < vocab_size:
+        raise ValueError(
+            f"vocab_size={vocab_size}, but the train region of {len(text)} characters has pairs for"
+            f" {learnt.get_vocab_size()} only"
+        )
+    corpus.write_whole(kept, learnt.to_str().encode())
+    return learnt
