@@ -122,7 +122,7 @@ class TinyModel(nn.Module):
 
 
 class TinyModule(L.LightningModule):
-    """step_s and eval_s pass on the clock in each training and validation step. bad_steps: batches whose loss is NaN."""
+    """step_s, eval_s: pass on the clock in each training, validation step. bad_steps: batches whose loss is NaN."""
 
     def __init__(
         self,

@@ -1,0 +1,403 @@
+"""Where a run's numbers go: metrics.csv in its folder, always; wandb beside it, if asked for.
+
+The local file is what the report reads; wandb is a copy. So a failing wandb never stops a run, and a failing disk does.
+What leaves the machine through wandb is what is listed here and no more: the resolved config, metrics, tables, GPU and
+CPU load, the commit and the diff of tracked files. No environment variables, keys, host or user names, home paths.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import enum
+import logging
+import math
+import netrc
+import os
+import re
+import subprocess
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+import lightning as L
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+from lightning.pytorch.loggers.logger import rank_zero_experiment
+from lightning.pytorch.utilities import rank_zero_only
+
+log = logging.getLogger(__name__)
+
+STEP = "trainer/global_step"  # the x-axis of every chart; what Lightning's logger calls it
+# what the summary of a run keeps of each curve; names are spelled out, wandb takes no `*/loss`
+BEST = {
+    f"val/{name}": keep
+    for name, keep in {
+        "loss": "min",
+        "perplexity": "min",
+        "bits_per_byte": "min",
+        "token_accuracy": "max",
+        "sequence_accuracy": "max",
+    }.items()
+}
+MAX_DIFF_BYTES = 2**20
+
+
+# Local file
+
+
+class CSVLogger(L.pytorch.loggers.CSVLogger):
+    """`<save_dir>/metrics.csv`: a row a logging step, a column a metric, `step` counting from 0.
+
+    A run that goes on in its own folder goes on in its file: what it logs again replaces that metric's values from that
+    step on, the rest stays.
+    """
+
+    def __init__(self, save_dir: str | os.PathLike):
+        super().__init__(save_dir=save_dir, name="", version="")
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> _MetricsFile:
+        if self._experiment is None:
+            self._experiment = _MetricsFile(self.save_dir)
+        return self._experiment
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Mapping) -> None:
+        """Nothing: the config is in .hydra/config.yaml."""
+
+
+class _MetricsFile(ExperimentWriter):
+    def __init__(self, log_dir: str):
+        super().__init__(log_dir)
+        self._replaced: set[str] = {"step", "epoch"}  # metrics whose earlier values from here on are gone
+        path = Path(self.metrics_file_path)
+        self.metrics_keys = sorted(_read_rows(path)[0]) if path.exists() else []
+
+    def _check_log_dir_exists(self) -> None:
+        """Lightning's would delete the file that is there."""
+
+    def log_metrics(self, metrics_dict: Mapping, step: int | None = None) -> None:
+        super().log_metrics(metrics_dict, step)
+        again = metrics_dict.keys() - self._replaced
+        self._replaced |= again
+        if again & set(self.metrics_keys):
+            self._forget(again, self.metrics[-1]["step"])
+
+    def _forget(self, names: set[str], step: int) -> None:
+        path = Path(self.metrics_file_path)
+        header, rows = _read_rows(path)
+        for row in rows:
+            if int(row["step"]) >= step:
+                row.update(dict.fromkeys(names & row.keys(), ""))
+        kept = [row for row in rows if any(row[name] for name in row.keys() - {"step", "epoch"})]
+        part = path.with_suffix(".part")
+        with part.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, header)
+            writer.writeheader()
+            writer.writerows(kept)
+        os.replace(part, path)
+
+
+def _read_rows(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        rows = list(reader)
+    return list(reader.fieldnames or []), rows
+
+
+# wandb
+
+
+class _Finished(RuntimeError):
+    """Ours to fix: somebody logged after the end."""
+
+
+class WandbLogger(L.pytorch.loggers.WandbLogger):
+    """A wandb run in `save_dir`, opened at the first use and closed by `finish(exit_code)` alone.
+
+    mode: online, offline, disabled, or auto: WANDB_MODE if set, else online where there is a key (WANDB_API_KEY, or
+    netrc), else offline; it says once which, and why. Nothing ever prompts. If online cannot be reached in
+    `init_timeout` seconds the run goes on offline, with a warning; `wandb sync` uploads it later.
+    project, group, name, tags: as in wandb. run_id: of a run to go on with, or None for a new one.
+    log_diff: also upload the diff of tracked files against the commit (`source.diff`, at most 1 MiB).
+
+    ValueError for an unknown mode, and for mode=online without a key.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike,
+        project: str = "seqmix",
+        group: str | None = None,
+        name: str | None = None,
+        tags: Iterable[str] = (),
+        mode: str = "auto",
+        run_id: str | None = None,
+        log_diff: bool = True,
+        init_timeout: float = 20.0,
+    ):
+        super().__init__(name=name, save_dir=save_dir, project=project, version=run_id)
+        self.mode, self._why = resolve_mode(mode)
+        self.group = group
+        self.tags = list(tags)
+        self.log_diff = log_diff
+        self.init_timeout = init_timeout
+        self._finished = False
+        self._broken = False
+
+    @property
+    @rank_zero_experiment
+    def experiment(self):
+        """The wandb run."""
+        if self._experiment is None:
+            if self._finished:
+                raise _Finished("the wandb run is finished; nothing can be logged to it")
+            self._experiment = self._open()
+        return self._experiment
+
+    def _open(self):
+        import wandb
+
+        # a second init would hand back the open run: two jobs of a sweep in one
+        assert wandb.run is None, f"wandb run {wandb.run.id} is still open: finish it before the next"
+        run = None
+        while run is None:
+            try:
+                run = self._init(self.mode)
+            except (wandb.Error, OSError) as error:
+                if self.mode == "disabled":
+                    raise
+                wandb.teardown()
+                failed, self.mode = self.mode, "offline" if self.mode == "online" else "disabled"
+                self._why = f"{failed} failed"
+                log.warning("wandb: not %s (%s); going on %s", failed, _one_line(error), self.mode)
+        run.define_metric(STEP)
+        run.define_metric("*", step_metric=STEP, step_sync=True)
+        for metric, keep in BEST.items():
+            run.define_metric(metric, step_metric=STEP, summary=keep)
+        later = f"; upload later with: wandb sync {_tidy(str(Path(run.dir).parent))}" if self.mode == "offline" else ""
+        log.info("wandb: %s, %s%s", self.mode, self._why, f", {run.url}" if self.mode == "online" else later)
+        return run
+
+    def _init(self, mode: str):
+        import wandb
+
+        if mode != "disabled":
+            Path(self.save_dir).mkdir(parents=True, exist_ok=True)
+        return wandb.init(
+            project=self._project,
+            group=self.group,
+            name=self._name,
+            tags=self.tags,
+            id=self._id,
+            resume="allow" if self._id is not None else None,
+            dir=self.save_dir,
+            mode=mode,
+            settings=wandb.Settings(
+                init_timeout=self.init_timeout,
+                login_timeout=1,
+                silent=True,  # what there is to say, `_open` says
+                console="off",  # the terminal holds paths, and control codes of the progress bar
+                save_code=False,
+                disable_code=True,
+                disable_git=True,  # commit and diff are ours to log
+                disable_job_creation=True,
+                host="",  # else the machine's name
+                x_disable_meta=True,
+                x_disable_machine_info=True,
+                x_save_requirements=False,
+                symlink=False,
+            ),
+        )
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Mapping) -> None:
+        """The resolved config, once and nested, without secrets and home paths; with it the commit, and the diff."""
+        source = source_state()
+        config = plain_config(params)
+        if source is not None:
+            config["source"] = {"commit": source.commit, "dirty": source.diff != ""}
+        self._safely("config", lambda: self.experiment.config.update(config, allow_val_change=True))
+        if source is not None and source.diff and self.log_diff:
+            self._safely("diff", lambda: self._save_diff(source.diff))
+
+    def _save_diff(self, diff: str) -> None:
+        path = Path(self.experiment.dir) / "source.diff"
+        path.write_text(diff, encoding="utf-8")
+        self.experiment.save(str(path), base_path=str(path.parent), policy="now")
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self._safely("metrics", lambda: super(WandbLogger, self).log_metrics(metrics, step))
+
+    @rank_zero_only
+    def log_summary(self, values: Mapping[str, object]) -> None:
+        """Values of the run as a whole. None for what is not finite: dashboards leave a NaN out without a word."""
+        finite = {name: None if _not_finite(value) else value for name, value in values.items()}
+        self._safely("summary", lambda: self.experiment.summary.update(finite))
+
+    @rank_zero_only
+    def finish(self, exit_code: int = 0) -> None:
+        """Close the run: 0 is a success, anything else shows as failed. A run never opened is not opened for it."""
+        run, self._experiment, self._finished = self._experiment, None, True
+        if run is not None:
+            self._broken = False
+            self._safely("the end", lambda: run.finish(exit_code=exit_code))
+
+    def _safely(self, what: str, write: Callable[[], object]) -> None:
+        """A wandb that fails in mid-run (disk full, service gone) costs its copy, not the run."""
+        if self._broken:
+            return
+        try:
+            write()
+        except _Finished:
+            raise
+        except Exception as error:
+            self._broken = True
+            log.warning("wandb: could not log %s (%s); metrics.csv goes on without it", what, _one_line(error))
+
+
+@contextlib.contextmanager
+def closing(loggers: Iterable[L.pytorch.loggers.Logger]) -> Iterator[None]:
+    """Finish the wandb runs among `loggers` on the way out: exit code 0, or that of the exception passing through."""
+    code = 1
+    try:
+        yield
+        code = 0
+    except KeyboardInterrupt:
+        code = 130
+        raise
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        raise
+    finally:
+        for logger in loggers:
+            if isinstance(logger, WandbLogger):
+                logger.finish(code)
+
+
+def resolve_mode(mode: str) -> tuple[str, str]:
+    """(online, offline or disabled; the reason), of a configured mode. ValueError as WandbLogger says."""
+    modes = ("online", "offline", "disabled")
+    if mode == "auto":
+        asked = os.environ.get("WANDB_MODE", "").lower()
+        asked = {"dryrun": "offline", "run": "online"}.get(asked, asked)
+        if asked not in (*modes, ""):
+            raise ValueError(f"WANDB_MODE={asked!r} must be one of {', '.join(modes)}")
+        if asked == "online" and not has_key():
+            return "offline", "WANDB_MODE is online, but there is no key"
+        if asked:
+            return asked, "by WANDB_MODE"
+        return ("online", "a key was found") if has_key() else ("offline", "there is no key")
+    if mode not in modes:
+        raise ValueError(f"wandb mode must be auto, {', '.join(modes)}, got {mode!r}")
+    if mode == "online" and not has_key():
+        raise ValueError("wandb mode=online needs a key (WANDB_API_KEY, or `wandb login`); use mode=auto or offline")
+    return mode, "as configured"
+
+
+def has_key() -> bool:
+    """Whether wandb can log in without asking: WANDB_API_KEY, WANDB_IDENTITY_TOKEN_FILE, or its host in netrc."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    import wandb
+
+    hosts = {urlsplit(str(wandb.Settings().base_url)).netloc, "api.wandb.ai"}
+    named = os.environ.get("NETRC")
+    candidates = [Path(named)] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]
+    for path in candidates:
+        if path.is_file():
+            try:
+                return any(netrc.netrc(str(path)).authenticators(host) for host in hosts)
+            except (netrc.NetrcParseError, OSError) as error:
+                log.warning("wandb: could not read %s (%s)", _tidy(str(path)), _one_line(error))
+    return False
+
+
+# What is said about a run
+
+# a key called so holds a secret; whole words, as n_tokens, vocab_key and pad_token hold none
+SECRET_NAME = re.compile(
+    r"(^|_)(api_?key|access_?key|secret(_key)?|password|passwd|credentials?)$|^(hf|auth|access|api)_token$"
+)
+SECRET_VARIABLE = re.compile(r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.IGNORECASE)
+HIDDEN = "<hidden>"
+
+
+def plain_config(config: Mapping) -> dict:
+    """A copy in plain nested dicts, lists, numbers and strings: no secret, the home directory written `~`.
+
+    A secret is a text under a key that names one, or the value of an environment variable that does. ValueError for a
+    key with a dot: it would show beside its nested twin.
+    """
+    secrets = {value for name, value in os.environ.items() if SECRET_VARIABLE.search(name) and len(value) >= 8}
+    return {key: _plain(key, value, secrets) for key, value in _items(config)}
+
+
+def _items(config: Mapping) -> Iterator[tuple[str, object]]:
+    for key, value in config.items():
+        if "." in str(key):
+            raise ValueError(f"config key {key!r} has a dot; give nested mappings")
+        yield str(key), value
+
+
+def _plain(key: str, value: object, secrets: set[str]) -> object:
+    if isinstance(value, Mapping):
+        return {k: _plain(k, v, secrets) for k, v in _items(value)}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(key, item, secrets) for item in value]
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, enum.Enum):
+        return value.name
+    text = str(value)
+    if SECRET_NAME.search(key) or any(secret in text for secret in secrets):
+        return HIDDEN
+    return _tidy(text)
+
+
+def _tidy(text: str) -> str:
+    home = str(Path.home())
+    return text if home == "/" else re.sub(rf"(?<![\w./-]){re.escape(home)}(?=/|$)", "~", text)
+
+
+class SourceState(NamedTuple):
+    commit: str
+    diff: str  # of tracked files against the commit; "" if clean
+
+
+def source_state(file: Path = Path(__file__)) -> SourceState | None:
+    """The commit that `file` belongs to and what was changed since, or None where it is tracked by no git repository.
+
+    An installed package may lie inside somebody else's repository: hence tracked, not just inside.
+    """
+    folder = file.resolve().parent
+    try:
+        _git(folder, "ls-files", "--error-unmatch", file.name)
+        commit = _git(folder, "rev-parse", "HEAD").strip()
+        root = _git(folder, "rev-parse", "--show-toplevel").strip()
+        diff = _git(Path(root), "diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    if len(diff) > MAX_DIFF_BYTES:
+        diff = diff[:MAX_DIFF_BYTES] + f"\n[cut: {len(diff)} characters in all]\n"
+    return SourceState(commit, diff)
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        ["git", *arguments], cwd=folder, check=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=30
+    )
+    return done.stdout.decode("utf-8", errors="replace")
+
+
+def _not_finite(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _one_line(error: BaseException) -> str:
+    return _tidy(" ".join(f"{type(error).__name__}: {error}".split()))
