@@ -337,13 +337,15 @@ def test_token_files_that_are_none_are_refused(tmp_path):
         LanguageModeling(str(tmp_path / "*"))
 
 
-def test_a_mapped_file_is_not_read_whole_and_cannot_be_changed(tmp_path):
-    path = tmp_path / "a.bin"
-    np.arange(500, dtype="<u2").tofile(path)
-    before = path.read_bytes()
-    task = ready(path, tokenizer="ids", vocab_size=500, seq_len=8)
+@pytest.mark.parametrize("name", ["a.bin", "a.npy"])
+def test_a_mapped_file_cannot_be_changed(tmp_path, name):
+    ids = np.arange(500, dtype="<u2")
+    np.save(tmp_path / "a.npy", ids)
+    ids.tofile(tmp_path / "a.bin")
+    before = (tmp_path / name).read_bytes()
+    task = ready(tmp_path / name, tokenizer="ids", vocab_size=500, seq_len=8)
     task._tokens["train"][0] = 7
-    assert path.read_bytes() == before
+    assert (tmp_path / name).read_bytes() == before
 
 
 # Settings, results and checkpoints
