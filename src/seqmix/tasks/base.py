@@ -26,6 +26,8 @@ ENDLESS = 1 << 40
 
 shuffled = functools.lru_cache(maxsize=2)(rng.permutation)  # a batch can straddle two passes
 
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
 
 class Batch(NamedTuple):
     inputs: Tensor  # (B, L) int64
@@ -56,10 +58,15 @@ def one_of(name: str, value: str, choices: tuple[str, ...]) -> str:
     return value
 
 
+def symbol_names(n: int) -> list[str]:
+    """How n symbols are drawn: letters where there are enough, else numbers."""
+    return list(LETTERS[:n]) if n <= len(LETTERS) else [str(i) for i in range(n)]
+
+
 class Task(L.LightningDataModule):
     """What every task shares. A subclass sets the attributes below and defines `sample`, `cells`, `definition`.
 
-    Attributes, all known once the constructor has run (lm: the chances after `setup`):
+    Attributes, known once the constructor has run (lm: vocab_size and seq_len then, the others after `setup`):
         vocab_size                 V, ids are 0..V-1
         seq_len                    L, the length of an input row, whatever the task's own key counts
         token_bytes                None, or (V,) int64: the bytes of text each target stands for

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from seqmix.tasks import rng
-from seqmix.tasks.base import IGNORE, Batch, Task, one_of, whole
-from seqmix.tasks.selective_copy import symbol_names
+from seqmix.tasks.base import IGNORE, Batch, Task, one_of, symbol_names, whole
 
 
 class Copy(Task):

@@ -10,15 +10,9 @@ import torch
 from torch import Tensor
 
 from seqmix.tasks import rng
-from seqmix.tasks.base import IGNORE, Batch, Task, one_of, whole
+from seqmix.tasks.base import IGNORE, LETTERS, Batch, Task, one_of, symbol_names, whole
 
 SYMBOLS, PLACES, NOISE = range(3)  # random streams of a row
-LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-
-
-def symbol_names(n: int) -> list[str]:
-    """How n symbols are drawn: letters where there are enough, else numbers."""
-    return list(LETTERS[:n]) if n <= len(LETTERS) else [str(i) for i in range(n)]
 
 
 class SelectiveCopy(Task):
