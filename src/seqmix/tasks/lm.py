@@ -14,7 +14,6 @@ from torch import Tensor
 from seqmix.tasks import corpus, rng
 from seqmix.tasks.base import IGNORE, Batch, Task, one_of, whole
 
-SPLITS = ("train", "val", "test")
 ON_DEVICE = 1 << 30  # bytes of token ids that are copied to the accelerator; more stay in main memory
 CHUNK = 1 << 20  # characters encoded at a time, tokens checked at a time
 KINDS = {"uint8": 0xFF, "int16": 0xFFFF, "int32": 0xFFFFFFFF, "int64": -1}  # how ids are kept, and what to mask
@@ -40,7 +39,7 @@ class LanguageModeling(Task):
     tokenizer="ids": the source is .bin (little-endian, of `dtype`) or .npy files, which hold ids below vocab_size.
     UTF-8 byte-order marks are dropped; line ends stay as they are. Between two files stands a newline.
 
-    Args (the others are those of `Task`; train_samples counts windows):
+    Args (the others are those of `Task`, without eval_seed; train_samples counts windows):
         source: what to read, see `seqmix.tasks.corpus`. wikitext-103 keeps its own val and test: `split` is not used.
         tokenizer: "byte", "bpe" or "ids".
         vocab_size: number of ids.
@@ -72,7 +71,6 @@ class LanguageModeling(Task):
         eval_batch_size: int = 64,
         eval_samples: int = 1024,
         seed: int = 0,
-        eval_seed: int = 1234,
         train_samples: int | None = None,
         num_workers: int = 0,
         make_on: str = "device",
@@ -82,7 +80,7 @@ class LanguageModeling(Task):
             eval_batch_size=eval_batch_size,
             eval_samples=eval_samples,
             seed=seed,
-            eval_seed=eval_seed,
+            eval_seed=0,  # the windows of val and test lie where they lie
             train_samples=train_samples,
             num_workers=num_workers,
             make_on=make_on,
@@ -193,7 +191,7 @@ class LanguageModeling(Task):
             [len(self._bpe.id_to_token(i)) for i in range(self.vocab_size)]
         )  # a char a byte
         self.vocabulary = {"size": self.vocab_size, "tokenizer": "bpe", "sha256": digest}
-        return {split: as_tensor(self._encoded(words[split], digest)) for split in SPLITS}, facts
+        return {split: as_tensor(self._encoded(words[split], digest)) for split in rng.SPLITS}, facts
 
     def _cut(self, whole_text: bytes | str | np.ndarray) -> dict:
         n = len(whole_text)
