@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ from seqmix import callbacks, measure
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:GPU available but not used"),  # by most tests here, on purpose
 ]
 
 V, LENGTH, BATCH = 7, 12, 4
@@ -609,6 +611,111 @@ def test_predictions_are_printed_written_and_counted(tmp_path, capsys):
     assert "prompt        bcdefg\n  continuation  ggg\n" in text
     assert "input       bcdefgab …" in capsys.readouterr().out
     assert module.model.training
+
+
+# On a GPU, where nothing may wait for the device at every step
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+class OnDevice(TinyModule):
+    """States are made where the model is; each step has real work queued on the device."""
+
+    def training_step(self, batch, batch_idx):
+        x = torch.randn(4096, 4096, device=self.device)
+        for _ in range(4):
+            x = x @ x * 1e-3
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("step", [3, 19])
+@pytest.mark.parametrize("patience", [1, 2])
+def test_on_a_gpu_a_bad_step_is_found_late_but_never_saved(tmp_path, step, patience):
+    bad = tuple(range(step, step + patience))
+    module = OnDevice(bad_steps=bad)
+    best, last = callbacks.BestCheckpoint(tmp_path), callbacks.LastCheckpoint(tmp_path, every_minutes=None)
+    trainer = make_trainer(
+        tmp_path,
+        callbacks.NonFiniteGuard(patience),
+        best,
+        last,
+        accelerator="cuda",
+        limit_val_batches=1,
+        val_check_interval=5,
+        max_steps=20 + patience,
+    )
+    with pytest.raises(callbacks.NonFiniteError) as caught:
+        trainer.fit(module, datamodule=TinyTask())
+    assert caught.value.step == bad[-1]
+    saved = {path.name: torch.load(path, weights_only=True) for path in tmp_path.glob("*.ckpt")}
+    assert ("best.ckpt" in saved) == (step > 5)
+    assert patience == 1 or saved["last.ckpt"]["global_step"] == bad[-1], "it waited, so the weights are good"
+    for checkpoint in saved.values():
+        assert measure.first_nonfinite(checkpoint["state_dict"].items()) is None
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_on_a_gpu_guard_and_clock_do_not_synchronise_every_step(tmp_path, monkeypatch):
+    waits = {"n": 0}
+    guard, speed = callbacks.NonFiniteGuard(), callbacks.Throughput(warmup_steps=10)
+
+    def hears(hook):
+        def run(*arguments):
+            with warnings.catch_warnings(record=True) as heard:
+                warnings.simplefilter("always")
+                torch.cuda.set_sync_debug_mode("warn")
+                try:
+                    hook(*arguments)
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+            waits["n"] += sum("called a synchronizing" in str(w.message) for w in heard)
+
+        return run
+
+    for hook in ("on_before_backward", "on_before_optimizer_step"):
+        monkeypatch.setattr(guard, hook, hears(getattr(guard, hook)))
+    trainer = make_trainer(tmp_path, guard, speed, accelerator="cuda", max_steps=60, log_every_n_steps=50)
+    trainer.fit(OnDevice(), datamodule=TinyTask())
+    assert waits["n"] == 0
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    x = torch.randn(4096, 4096, device="cuda")
+    begin.record()
+    for _ in range(40):
+        torch.randn(4096, 4096, device="cuda")
+        for _ in range(4):
+            x @ x * 1e-3
+    end.record()
+    end.synchronize()
+    least = begin.elapsed_time(end) / 40  # the queued products alone
+    assert speed.summary()["speed/step_ms"] > 0.8 * least, "the clock stopped before the device did"
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_on_a_gpu_peaks_are_given_and_do_not_leak_between_runs(tmp_path):
+    peaks = []
+    for mib in (512, 16):
+
+        class Hungry(OnDevice):
+            def training_step(self, batch, batch_idx, mib=mib):
+                torch.empty(mib * measure.MIB, dtype=torch.uint8, device=self.device)
+                return TinyModule.training_step(self, batch, batch_idx)
+
+        memory = callbacks.Memory(warmup_steps=2)
+        trainer = make_trainer(tmp_path, memory, accelerator="cuda", max_steps=5)
+        module = Hungry()
+        module.model.init_state = lambda batch: State(
+            torch.zeros(batch, 3, device="cuda"), torch.zeros(batch, 0, dtype=torch.int64, device="cuda")
+        )
+        trainer.fit(module, datamodule=TinyTask())
+        summary = memory.summary()
+        assert summary["memory/peak_rss_mib"] is None
+        assert summary["memory/peak_reserved_mib"] >= summary["memory/peak_allocated_mib"]
+        peaks.append(summary["memory/peak_allocated_mib"])
+    assert 512 <= peaks[0] < 600 and 16 <= peaks[1] < 100
 
 
 def test_importing_the_callbacks_does_not_import_wandb_and_triton_only_where_lightning_does():
