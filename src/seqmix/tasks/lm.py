@@ -175,7 +175,7 @@ class LanguageModeling(Task):
             if "all" in regions:
                 regions = self._cut(regions["all"])
             return {
-                split: torch.from_numpy(np.frombuffer(bytearray(regions[split]), np.uint8)) for split in SPLITS
+                split: torch.from_numpy(np.frombuffer(bytearray(regions[split]), np.uint8)) for split in rng.SPLITS
             }, facts
 
         words = {}
