@@ -381,7 +381,7 @@ def test_facts_and_chance_are_those_of_the_train_region(tmp_path):
     assert task.chance_token_accuracy == pytest.approx(2 / 3)
     assert task.chance_sequence_accuracy == pytest.approx((2 / 3) ** 4)
     assert facts["source"] == str(tmp_path / "a.txt") and facts["tokens"]["train"] == 900
-    assert task.token_bytes.equal(torch.ones(256, dtype=torch.int64))
+    assert LanguageModeling().token_bytes.equal(torch.ones(256, dtype=torch.int64))  # before anything is read
 
 
 def test_other_text_or_tokenizer_is_refused_on_resume(tmp_path):

@@ -66,7 +66,7 @@ def symbol_names(n: int) -> list[str]:
 class Task(L.LightningDataModule):
     """What every task shares. A subclass sets the attributes below and defines `sample`, `cells`, `definition`.
 
-    Attributes, known once the constructor has run (lm: vocab_size and seq_len then, the others after `setup`):
+    Attributes, known once the constructor has run (lm: the chances, and token_bytes of byte pairs, after `setup`):
         vocab_size                 V, ids are 0..V-1
         seq_len                    L, the length of an input row, whatever the task's own key counts
         token_bytes                None, or (V,) int64: the bytes of text each target stands for
@@ -211,7 +211,7 @@ class Task(L.LightningDataModule):
         }
         widths = [max(map(len, column)) for column in zip(*lines.values(), strict=True)]
         gap = "" if max(widths, default=1) == 1 else " "
-        label, room = 9, shutil.get_terminal_size().columns
+        label, room = 8, shutil.get_terminal_size().columns
         blocks, start = [], 0
         while start < len(widths):
             stop, used = start, label

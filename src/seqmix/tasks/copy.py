@@ -18,20 +18,20 @@ class Copy(Task):
 
     Row 0 of n_tokens=4, n_symbols=6, seq_len=16 (seed 0): · blank, letters symbols, | marker
 
-        inputs   cfad········||||
-        targets              cfad
-        loss                 ^^^^
+        inputs  cfad········||||
+        targets             cfad
+        loss                ^^^^
 
     The same with variant="markers" (< begins the row, | asks for the answer) and variant="delay" (no marker at all:
     each output is the token of M steps before, for as long as the row goes on):
 
-        inputs   <cfad······|····
-        targets              cfad
-        loss                 ^^^^
+        inputs  <cfad······|····
+        targets             cfad
+        loss                ^^^^
 
-        inputs   cfadfdbcdaffaaba
-        targets      cfadfdbcdaff
-        loss         ^^^^^^^^^^^^
+        inputs  cfadfdbcdaffaaba
+        targets     cfadfdbcdaff
+        loss        ^^^^^^^^^^^^
 
         variant   row, of seq_len in all                                            ids
         s4        M tokens, seq_len - 2M blanks, M markers                          blank, symbols, marker

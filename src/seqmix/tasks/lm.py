@@ -24,9 +24,9 @@ class LanguageModeling(Task):
 
     A window of "To be, or not to be" with seq_len=9:
 
-        inputs   To·be,·or
-        targets  o·be,·or·
-        loss     ^^^^^^^^^
+        inputs  To·be,·or
+        targets o·be,·or·
+        loss    ^^^^^^^^^
 
     The text is cut by position into three regions of lengths `split`, and no window crosses a cut. A train row starts
     anywhere in the train region, by a hash of its number. The val and test rows are windows that do not overlap: one
@@ -103,6 +103,9 @@ class LanguageModeling(Task):
             codecs.lookup(encoding)
         except LookupError as error:
             raise ValueError(f"encoding={encoding!r} is not known to Python") from error
+        self.vocabulary = {"size": vocab_size, "tokenizer": tokenizer}
+        if tokenizer == "byte":
+            self.token_bytes = torch.ones(256, dtype=torch.int64)
         self._files = self._check_source()
         self._tokens: dict[str, Tensor] = {}
         self._moved: dict[str, dict[str, Tensor]] = {}
@@ -170,8 +173,6 @@ class LanguageModeling(Task):
             "files": sum(map(len, texts.values())),
         }
         if self.tokenizer == "byte":
-            self.token_bytes = torch.ones(256, dtype=torch.int64)
-            self.vocabulary = {"size": 256, "tokenizer": "byte"}
             if "all" in regions:
                 regions = self._cut(regions["all"])
             return {
@@ -190,7 +191,7 @@ class LanguageModeling(Task):
         self.token_bytes = torch.tensor(
             [len(self._bpe.id_to_token(i)) for i in range(self.vocab_size)]
         )  # a char a byte
-        self.vocabulary = {"size": self.vocab_size, "tokenizer": "bpe", "sha256": digest}
+        self.vocabulary |= {"sha256": digest}
         return {split: as_tensor(self._encoded(words[split], digest)) for split in rng.SPLITS}, facts
 
     def _cut(self, whole_text: bytes | str | np.ndarray) -> dict:
@@ -226,7 +227,6 @@ class LanguageModeling(Task):
                 raise ValueError(
                     f"id {worst} at token {place} of {self.source!r} is not in 0..vocab_size={self.vocab_size}"
                 )
-        self.vocabulary = {"size": self.vocab_size, "tokenizer": "ids"}
         facts = {"sha256": digest.hexdigest(), "bytes": ids.nbytes, "files": len(arrays)}
         return {split: as_tensor(part) for split, part in self._cut(ids).items()}, facts
 

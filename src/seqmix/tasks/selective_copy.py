@@ -20,9 +20,9 @@ class SelectiveCopy(Task):
 
     Row 0 of n_tokens=4, n_symbols=6, seq_len=16 (seed 0): · noise, letters symbols, | marker
 
-        inputs   ····cf·····a·d··||||
-        targets                  cfad
-        loss                     ^^^^
+        inputs  ····cf·····a·d··||||
+        targets                 cfad
+        loss                    ^^^^
 
     What the three sources mean by the same words (they agree on little; see the fields):
 
