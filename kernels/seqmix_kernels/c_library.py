@@ -24,12 +24,13 @@ TARGETS = (("-march=native", "-fopenmp"), ("-march=native", "-pthread"), ("-fope
 @functools.cache
 def load(source: Path) -> ctypes.CDLL | str:
     """The library made of `source`, or why there is none."""
-    compiler = next((found for name in (os.environ.get("CC"), "cc", "gcc", "clang") if name and (found := _which(name))), None)
-    if compiler is None:
+    compilers = [found for name in (os.environ.get("CC"), "cc", "gcc", "clang") if name and (found := _which(name))]
+    if not compilers:
         return "no C compiler (cc, gcc, clang or $CC)"
+    compiler = compilers[0]
     said = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False)
-    code = source.read_bytes()
-    key = hashlib.sha256(repr((code, said.stdout, FLAGS, TARGETS, _cpu())).encode()).hexdigest()[:16]
+    code = source.read_bytes() + (Path(__file__).parent / "vector.h").read_bytes()
+    key = hashlib.sha256(repr((code, compiler, said.stdout, FLAGS, TARGETS, _cpu())).encode()).hexdigest()[:16]
     name = f"{source.stem}-{key}.so"
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "seqmix"
     try:

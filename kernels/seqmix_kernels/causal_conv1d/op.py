@@ -1,11 +1,17 @@
-"""The public short convolution: its contract and the choice of an implementation."""
+"""The public short convolution: its contract, the choice of an implementation, the registered op."""
+
+import functools
+import logging
 
 import torch
 from torch import Tensor
 
+from . import cpu
 from .reference import reference
 
-IMPLS = ("auto", "reference")
+log = logging.getLogger(__name__)
+
+IMPLS = ("auto", "reference", "cpu", "fused")
 
 
 def causal_conv1d(
@@ -29,7 +35,7 @@ def causal_conv1d(
         initial_state: (B, W-1, D), the inputs before the first, oldest first; zeros if None.
         seq_idx: (B, L) integers. Where it changes from t-1 to t a new document starts, and nothing before t is seen
             from t on. The initial state belongs to the document of position 0.
-        impl: one of IMPLS.
+        impl: one of IMPLS. "auto" is what `which_impl` answers.
 
     Returns:
         y (B, L, D) in x's dtype and the final state (B, W-1, D) in x's dtype: the last W-1 inputs, padded on the left
@@ -47,20 +53,135 @@ def causal_conv1d(
     if initial_state is not None and initial_state.dtype != x.dtype:
         initial_state = initial_state.to(x.dtype)
     _check(x, weight, bias, activation, initial_state, seq_idx)
-    _choose(x, impl)
-    with torch.autocast(device, enabled=False):
-        return reference(x, weight, bias, activation, initial_state, seq_idx)
+    name = _choose(x, weight, impl)
+    if name == "reference":
+        with torch.autocast(device, enabled=False):
+            return reference(x, weight, bias, activation, initial_state, seq_idx)
+    return torch.ops.seqmix.causal_conv1d_fwd(x, weight, bias, initial_state, seq_idx, activation == "silu", name)
 
 
-def which_impl(x: Tensor) -> tuple[str, str]:
-    """What "auto" takes for a tensor like x, and why."""
-    return "reference", "plain torch"
+def which_impl(x: Tensor, weight: Tensor) -> tuple[str, str]:
+    """What "auto" takes for tensors like these, and why: ("cpu", "C kernel, ...")."""
+    if x.dtype == torch.float64:
+        return "reference", "float64 is for checking: the equation in plain torch"
+    best = "fused" if x.is_cuda else "cpu"
+    reason = why_not(best, x, weight)
+    if reason is None:
+        return best, "fused GPU kernel" if x.is_cuda else "C kernel compiled on this machine"
+    return "reference", f"{best} cannot run: {reason}"
 
 
-def _choose(x: Tensor, impl: str) -> str:
+def why_not(impl: str, x: Tensor, weight: Tensor) -> str | None:
+    """Why `impl` cannot run on tensors like these; None if it can."""
+    if impl == "cpu":
+        if x.device.type != "cpu":
+            return f"x is on {x.device}"
+        if x.dtype == torch.float64:
+            return "it computes in float32, x is float64"
+        if weight.shape[1] > cpu.MAX_TAPS:
+            return f"it takes up to {cpu.MAX_TAPS} taps, weight has {weight.shape[1]}"
+        return _cpu_why_not()
+    if impl == "fused":
+        try:
+            return _fused().why_not(x, weight)
+        except ImportError as missing:
+            return f"its kernel cannot be imported ({missing})"
+    return None
+
+
+# torch.compile takes the answer for a constant: tracing must not run a compiler
+_cpu_why_not = torch.compiler.assume_constant_result(cpu.why_not)
+
+
+def _fused():
+    from . import fused  # imports Triton, which a machine without a GPU may lack
+
+    return fused
+
+
+def _choose(x: Tensor, weight: Tensor, impl: str) -> str:
+    if impl == "auto":
+        name, reason = which_impl(x, weight)
+        if not torch.compiler.is_compiling():
+            _say_once(x.device.type, x.dtype == torch.float64, weight.shape[1], name, reason)
+        return name
     if impl not in IMPLS:
         raise ValueError(f"impl must be one of {', '.join(IMPLS)}; got {impl!r}")
-    return which_impl(x)[0] if impl == "auto" else impl
+    reason = why_not(impl, x, weight)
+    if reason:
+        raise ValueError(f"impl={impl!r} cannot run here: {reason}")
+    return impl
+
+
+@functools.cache
+def _say_once(device: str, double: bool, taps: int, name: str, reason: str) -> None:
+    log.info("causal_conv1d on %s takes %s: %s", device, name, reason)
+
+
+# ---- the registered op ----------------------------------------------------------------------------------------------
+
+_INPUTS = "Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, Tensor? seq_idx, bool silu, str backend"
+torch.library.define("seqmix::causal_conv1d_fwd", f"({_INPUTS}) -> (Tensor y, Tensor final)")
+torch.library.define(
+    "seqmix::causal_conv1d_bwd",
+    f"(Tensor dy, Tensor? dfinal, {_INPUTS}) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dinitial)",
+)
+
+
+def _backend(name: str):
+    return cpu if name == "cpu" else _fused()
+
+
+@torch.library.impl("seqmix::causal_conv1d_fwd", "CompositeExplicitAutograd")
+def _forward(*args):
+    *args, backend = args
+    return _backend(backend).forward(*args)
+
+
+@torch.library.impl("seqmix::causal_conv1d_bwd", "CompositeExplicitAutograd")
+def _backward_op(*args):
+    *args, backend = args
+    return _backend(backend).backward(*args)
+
+
+@torch.library.register_fake("seqmix::causal_conv1d_fwd")
+def _fake_forward(x, weight, bias, initial_state, seq_idx, silu, backend):
+    return x.new_empty(x.shape), x.new_empty(x.shape[0], weight.shape[1] - 1, x.shape[2])
+
+
+@torch.library.register_fake("seqmix::causal_conv1d_bwd")
+def _fake_backward(dy, dfinal, x, weight, bias, initial_state, seq_idx, silu, backend):
+    def like(t):
+        return x.new_empty(0, dtype=torch.float32) if t is None else t.new_empty(t.shape)
+
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), like(bias), like(initial_state)
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, ctx.silu, ctx.backend = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx, dy, dfinal):
+    x, weight, bias, initial_state, seq_idx = ctx.saved_tensors
+    if dy is None:
+        dy = x.new_zeros(1, 1, 1).expand(x.shape)
+    args = (x, weight, bias, initial_state, seq_idx, ctx.silu, ctx.backend)
+    dx, dweight, dbias, dinitial = torch.ops.seqmix.causal_conv1d_bwd(dy, dfinal, *args)
+    optional = (None if bias is None else dbias), (None if initial_state is None else dinitial)
+    return dx, dweight, *optional, None, None, None
+
+
+def _no_second_derivative(ctx, *_):
+    raise NotImplementedError('the compiled convolution has no second derivative; impl="reference" has one')
+
+
+torch.library.register_autograd("seqmix::causal_conv1d_fwd", _backward, setup_context=_setup_context)
+torch.library.register_autograd("seqmix::causal_conv1d_bwd", _no_second_derivative)
+
+
+# ---- contract -------------------------------------------------------------------------------------------------------
 
 
 def _check(x, weight, bias, activation, initial_state, seq_idx) -> None:

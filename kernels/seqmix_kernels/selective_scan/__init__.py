@@ -1,4 +1,4 @@
-"""Mamba's selective scan: `selective_scan` is the operator, `which_impl` says what "auto" takes and why. See README.md."""
+"""Mamba's selective scan. `which_impl` says what "auto" takes and why; README.md has the mathematics."""
 
 from .op import IMPLS, selective_scan, which_impl
 

@@ -10,33 +10,10 @@ KN at a time, whose h and A stay in registers over the tile's steps:
 
 No (B, L, D, N) array exists. dB and dC are summed over channels within the task and then over tasks in a fixed order,
 which depends on the shape alone: the result is the same bits for any number of threads. */
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-#ifdef _OPENMP
-#include <omp.h>
-#else
-#include <pthread.h>
-#endif
-#if defined(__SSE__)
-#include <immintrin.h>
-#endif
+#include "../vector.h"
 
-#if defined(__AVX512F__)
-#define VW 16
-#elif defined(__AVX__)
-#define VW 8
-#else
-#define VW 4
-#endif
 #define KN 4     /* states handled together */
 #define TILE 32  /* steps of a forward tile */
-
-typedef float vf __attribute__((vector_size(4 * VW)));
-typedef int32_t vi __attribute__((vector_size(4 * VW)));
-typedef float vfu __attribute__((vector_size(4 * VW), aligned(4), may_alias));
-#define INLINE static inline __attribute__((always_inline))
 
 /* One call. Strides are in elements. A, D, bias, h0, dfinal and all results are contiguous; absent ones are null. */
 struct args {
@@ -52,80 +29,59 @@ struct args {
 
 /* ---- arithmetic -------------------------------------------------------------------------------------------------- */
 
-INLINE vf splat(float s) { return s - (vf){0}; }
-INLINE vf pick(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
-
-/* x rounded to an integer, and p 2^k for an integer k; NaN goes through both. */
+/* 2^x where x is never positive, as every decay of a stable state is: fewer operations, for most of the time goes here.
+Below -126 it stays 1e-38. Vectors that can look up 32 values take 2^x = 2^k 2^f with k in steps of 1/32, |f| <= 1/64,
+and a parabola for f (5e-8). The bits of k + magic count those steps; moved to the exponent's place they are added to a
+table entry from which its own low bits were taken before. */
 #if defined(__AVX512F__)
-INLINE vf nearest(vf x) { return (vf)_mm512_roundscale_ps((__m512)x, 8); }
-INLINE vf scale(vf p, vf k) { return (vf)_mm512_scalef_ps((__m512)p, (__m512)k); }
-INLINE vf limit(vf x) { return x; }
+struct powers { vf low, high; };
+INLINE struct powers powers(void) {
+    static const int32_t bits[32] = {
+        0x3f800000, 0x3f7ecd87, 0x3f7daac3, 0x3f7c980f, 0x3f7b95c2, 0x3f7aa43a, 0x3f79c3d3, 0x3f78f4f0,
+        0x3f7837f0, 0x3f778d3a, 0x3f76f532, 0x3f767043, 0x3f75fed7, 0x3f75a15b, 0x3f75583f, 0x3f7523f6,
+        0x3f7504f3, 0x3f74fbaf, 0x3f7508a4, 0x3f752c4d, 0x3f75672a, 0x3f75b9be, 0x3f76248c, 0x3f76a81e,
+        0x3f7744fd, 0x3f77fbb8, 0x3f78ccdf, 0x3f79b907, 0x3f7ac0c7, 0x3f7be4ba, 0x3f7d257d, 0x3f7e83b3,
+    };
+    struct powers p;
+    memcpy(&p, bits, sizeof p);
+    return p;
+}
+INLINE vf decay2v(vf x, struct powers p) {
+    x = (vf)_mm512_max_ps((__m512)splat(-126.0f), (__m512)x); /* the second operand where one is NaN */
+    vf t = x + 393216.0f, f = x - (t - 393216.0f);            /* 1.5 2^18: 5 bits are left for a fraction */
+    vi step = (vi)_mm512_permutex2var_ps((__m512)p.low, (__m512i)t, (__m512)p.high) + ((vi)t << 18);
+    return (vf)step * (1.0f + f * (0.6931573153f + f * 0.240226537f));
+}
 #else
-INLINE vf nearest(vf x) { return (x + 12582912.0f) - 12582912.0f; } /* 1.5 2^23: no bits are left for a fraction */
-INLINE vf scale(vf p, vf k) { return p * (vf)((__builtin_convertvector(k, vi) + 127) << 23); }
-INLINE vf limit(vf x) { /* to [-127, 128], where scale gives 0 and infinity */
-    x = pick(x < -127.0f, splat(-127.0f), x);
-    return pick(x > 128.0f, splat(128.0f), x);
+struct powers { int none; };
+INLINE struct powers powers(void) { return (struct powers){0}; }
+INLINE vf decay2v(vf x, struct powers p) {
+    (void)p;
+    return exp2v(x);
 }
 #endif
 
-/* 2^x: 2^k 2^f, f in [-1/2, 1/2], 2^f = 1 + f q(f) with q minimax of degree 4 (9e-8 relative); 2^0 is exactly 1. */
-INLINE vf exp2v(vf x) {
-    x = limit(x);
-    vf k = nearest(x), f = x - k;
-    vf q = 0.2402224243f + f * (0.0555073359f + f * (0.00967151299f + f * 0.00132647273f));
-    return scale(1.0f + f * (0.6931470037f + f * q), k);
+/* The sums over the lanes of KN vectors, each by a fixed tree. */
+INLINE void totals(const vf *v, float *to) {
+#if defined(__AVX512F__)
+    __m512 a = (__m512)v[0], b = (__m512)v[1], c = (__m512)v[2], d = (__m512)v[3];
+    __m512d ab = (__m512d)(_mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b));
+    __m512d cd = (__m512d)(_mm512_unpacklo_ps(c, d) + _mm512_unpackhi_ps(c, d));
+    __m512 all = (__m512)_mm512_unpacklo_pd(ab, cd) + (__m512)_mm512_unpackhi_pd(ab, cd); /* a, b, c, d four times */
+    __m256 half = _mm512_castps512_ps256(all) + _mm512_castps512_ps256(_mm512_shuffle_f32x4(all, all, 0x4e));
+    _mm_storeu_ps(to, _mm256_castps256_ps128(half) + _mm256_extractf128_ps(half, 1));
+#else
+    for (int j = 0; j < KN; j++) {
+        float a[VW];
+        memcpy(a, v + j, sizeof a);
+        for (int w = VW / 2; w; w /= 2)
+            for (int i = 0; i < w; i++) a[i] += a[i + w];
+        to[j] = a[0];
+    }
+#endif
 }
 
-/* 2^x - 1, to full relative precision near 0, where k is 0; q of degree 5 (1e-8 relative). */
-INLINE vf exp2m1v(vf x) {
-    x = limit(x);
-    vf k = nearest(x), f = x - k;
-    vf q = 0.2402264923f + f * (0.0555035733f + f * (0.00961823761f + f * (0.00133907353f + f * 0.00015403512f)));
-    vf g = f * (0.6931471825f + f * q), s = scale(splat(1.0f), k);
-    return s * g + (s - 1.0f);
-}
-
-#define LOG2E 1.4426950409f
-
-INLINE vf sigmoid(vf v) { return 1.0f / (1.0f + exp2v(v * -LOG2E)); }
-
-/* max(v, 0) + log(1 + exp(-|v|)): nothing overflows. log(1 + w) = 2 atanh(w / (2 + w)), w in [0, 1]. */
-INLINE vf softplus(vf v) {
-    vf w = exp2v(pick(v > 0.0f, -v, v) * LOG2E), s = w / (2.0f + w), t = s * s;
-    vf r = 0.3333320916f + t * (0.2001076937f + t * (0.1400081366f + t * 0.1400641948f));
-    return pick(v < 0.0f, splat(0.0f), v) + 2.0f * (s + s * t * r);
-}
-
-INLINE float total(const vf v) { /* a fixed tree */
-    float a[VW];
-    memcpy(a, &v, sizeof a);
-    for (int w = VW / 2; w; w /= 2)
-        for (int i = 0; i < w; i++) a[i] += a[i + w];
-    return a[0];
-}
-
-/* ---- memory ------------------------------------------------------------------------------------------------------ */
-
-INLINE vf load(const float *p, int64_t stride, int lanes) {
-    if (lanes == VW && stride == 1) return *(const vfu *)p;
-    float a[VW] = {0};
-    for (int i = 0; i < lanes; i++) a[i] = p[i * stride];
-    vf v;
-    memcpy(&v, a, sizeof v);
-    return v;
-}
-
-INLINE void store(float *p, vf v, int lanes) {
-    if (lanes == VW) *(vfu *)p = v;
-    else memcpy(p, &v, sizeof(float) * lanes);
-}
-
-INLINE vf load_or(const float *p, int64_t offset, float absent, int lanes) {
-    return p ? load(p + offset, 1, lanes) : splat(absent);
-}
-
-static int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+/* ---- tasks and their memory -------------------------------------------------------------------------------------- */
 
 struct task { /* a batch row, a group, a block of its channels: nv vectors, the last of `last` lanes */
     int64_t b, g, index, first, nv, np; /* np: N rounded up to KN */
@@ -147,49 +103,61 @@ static int lanes(const struct task *k, int64_t v) { return v + 1 < k->nv ? VW : 
 
 /* Scratch of one thread; every array is a whole number of vectors. */
 struct scratch {
-    void *base;
     float *B, *C;                                 /* [T][np] */
     vf *A, *A2, *invA, *h, *g, *dA;               /* [nv][np]: A, A log2 e, 1/A or 0, states, adjoint, ∂A */
     vf *delta, *x, *dx, *y, *dy, *dd, *ds, *gate; /* [nv][T]: Δ, x, Δx, y, ∂y before the gate, sums over states, ∂z/y */
-    vf *ka, *kh, *kp;                             /* [T][KN]: ā, h and B̄/B of one vector's KN states */
-    vf *sB, *sC;                                  /* [T][KN]: ∂B, ∂C of KN states, lanes not yet summed */
+    vf *keep, *ratio;                             /* [T + 1][2][KN]: ā_t and h_{t-1} of KN states; [T][KN]: B̄/B */
+    vf *acc;                                      /* [T][2][KN]: ∂B and ∂C of KN states, lanes not yet summed */
     vf *dD, *dbias;                               /* [nv] */
     unsigned char *fresh;                         /* [T]: a document starts here */
+    struct stream { const char *at; int64_t step, across; } soon[8]; /* what each pass over a tile fetches */
 };
 
-static int reserve(struct scratch *s, const struct args *a, int64_t steps) {
+/* The processor's own prefetch does poorly on rows of a few lines far apart: each pass over the tile's steps also
+touches one array's rows, of the tile to come (inputs) or of this one (results). Strides in elements. */
+static void fetch(struct scratch *s, int pass, const float *p, int64_t time, int64_t channel) {
+    s->soon[pass] = (struct stream){(const char *)(p ? p : s->B), p ? 4 * time : 0, p ? 4 * VW * channel : 0};
+}
+
+/* Lays the arrays into `memory`, or only counts: returns the bytes they take. */
+static int64_t lay_out(struct scratch *s, void *memory, const struct args *a, int64_t steps) {
     int64_t nv = a->block, np = (a->n + KN - 1) / KN * KN, per = nv * np, row = nv * steps, own = steps * KN;
-    int64_t bc = (steps * np + VW - 1) / VW, flags = (steps + 4 * VW - 1) / (4 * VW);
-    size_t bytes = sizeof(vf) * (2 * bc + 6 * per + 8 * row + 5 * own + 2 * nv + flags);
-    vf *p = s->base = aligned_alloc(64, (bytes + 63) / 64 * 64);
-    if (!p) return 0;
-#define TAKE(field, count) s->field = (void *)p, p += (count)
+    int64_t bc = (steps * np + VW - 1) / VW, flags = (steps + 4 * VW - 1) / (4 * VW), used = 0;
+#define TAKE(field, count) s->field = memory ? (void *)((vf *)memory + used) : 0, used += (count)
     TAKE(B, bc), TAKE(C, bc), TAKE(A, per), TAKE(A2, per), TAKE(invA, per), TAKE(h, per), TAKE(g, per), TAKE(dA, per);
     TAKE(delta, row), TAKE(x, row), TAKE(dx, row), TAKE(y, row), TAKE(dy, row), TAKE(dd, row), TAKE(ds, row);
-    TAKE(gate, row), TAKE(ka, own), TAKE(kh, own), TAKE(kp, own), TAKE(sB, own), TAKE(sC, own), TAKE(dD, nv);
-    TAKE(dbias, nv), TAKE(fresh, flags);
+    TAKE(gate, row), TAKE(ratio, own), TAKE(keep, 2 * (own + KN)), TAKE(acc, 2 * own), TAKE(dD, nv), TAKE(dbias, nv);
+    TAKE(fresh, flags);
 #undef TAKE
-    return 1;
+    return used * (int64_t)sizeof(vf);
 }
 
 /* A row of B or C of the tile, widened to np states: absent states have B = C = 0, and with A = 0 they stay 0. */
 static void load_states(float *to, const float *from, const int64_t *s, const struct args *a, const struct task *k,
                         int64_t t0, int64_t steps) {
-    for (int64_t t = 0; t < steps; t++)
-        for (int64_t n = 0; n < k->np; n++)
-            to[t * k->np + n] = n < a->n ? from[k->b * s[0] + (t0 + t) * s[1] + k->g * s[2] + n * s[3]] : 0.0f;
+    for (int64_t t = 0; t < steps; t++) {
+        const float *row = from + k->b * s[0] + (t0 + t) * s[1] + k->g * s[2];
+        for (int64_t n = 0; n < a->n; n++) to[t * k->np + n] = row[n * s[3]];
+        for (int64_t n = a->n; n < k->np; n++) to[t * k->np + n] = 0.0f;
+    }
 }
 
-static void load_A(struct scratch *s, const struct args *a, const struct task *k) {
+/* Also: which exponential the task needs. ΔA > 0 takes an A > 0, or a Δ < 0, which no softplus gives. */
+enum kind { EULER, EULER_GROWING, ZOH };
+
+static enum kind load_A(struct scratch *s, const struct args *a, const struct task *k) {
+    int grows = !a->softplus;
     for (int64_t v = 0; v < k->nv; v++)
         for (int64_t n = 0; n < k->np; n++) {
             vf A = splat(0.0f);
             if (n < a->n) A = load(a->A + (k->first + v * VW) * a->n + n, a->n, lanes(k, v));
+            for (int i = 0; i < VW; i++) grows |= A[i] > 0.0f;
             s->A[v * k->np + n] = A;
             s->A2[v * k->np + n] = A * LOG2E;
             /* (exp(ΔA) - 1)/A is Δ to float32 long before A gets this small; 0 marks it */
             s->invA[v * k->np + n] = pick((A > 1e-20f) | (A < -1e-20f), 1.0f / A, splat(0.0f));
         }
+    return a->zoh ? ZOH : grows ? EULER_GROWING : EULER;
 }
 
 static void load_state(vf *to, const float *from, const struct args *a, const struct task *k) { /* from (B,D,N) */
@@ -237,15 +205,16 @@ static int load_tile(struct scratch *s, const struct args *a, const struct task 
 
 /* ---- forward ----------------------------------------------------------------------------------------------------- */
 
-/* ā and B̄/B of one state; the input is (B̄/B) x for zoh and Δx for euler, which multiplies B in both. */
-#define DISCRETISE(decay, ratio, delta, A, A2, invA)                                  \
-    if (zoh) {                                                                        \
+/* ā and B̄/B of one state. The input is (B̄/B) B x; for Euler B̄/B is Δ, so that Δx serves all states. */
+#define DISCRETISE(decay, ratio, delta, A2, invA)                                     \
+    if (kind == ZOH) {                                                                \
         vf em1 = exp2m1v(delta * A2);                                                 \
         decay = 1.0f + em1;                                                           \
-        ratio = pick(invA == 0.0f, delta, em1 * invA);                              \
-    } else decay = exp2v(delta * A2)
+        ratio = pick(invA == 0.0f, delta, em1 * invA);                                \
+    } else decay = kind == EULER ? decay2v(delta * A2, table) : exp2v(delta * A2)
 
-INLINE void scan_tile(struct scratch *s, const struct task *k, int64_t steps, const int zoh, const int any) {
+INLINE void scan_tile(struct scratch *s, const struct task *k, int64_t steps, const enum kind kind, const int any) {
+    struct powers table = powers();
     for (int64_t v = 0; v < k->nv; v++)
         for (int64_t n = 0; n < k->np; n += KN) {
             const vf *delta = s->delta + v * steps, *x = s->x + v * steps, *dx = s->dx + v * steps;
@@ -253,13 +222,16 @@ INLINE void scan_tile(struct scratch *s, const struct task *k, int64_t steps, co
             vf *y = s->y + v * steps;
             vf h[KN], A2[KN], invA[KN];
             for (int j = 0; j < KN; j++) h[j] = s->h[v * k->np + n + j], A2[j] = s->A2[v * k->np + n + j];
-            if (zoh) for (int j = 0; j < KN; j++) invA[j] = s->invA[v * k->np + n + j];
-            for (int64_t t = 0; t < steps; t++, B += k->np, C += k->np) {
+            if (kind == ZOH) for (int j = 0; j < KN; j++) invA[j] = s->invA[v * k->np + n + j];
+            struct stream soon = s->soon[n / KN % 4];
+            soon.at += v * soon.across;
+            for (int64_t t = 0; t < steps; t++, B += k->np, C += k->np, soon.at += soon.step) {
+                __builtin_prefetch(soon.at);
                 vf sum = y[t], in = dx[t], d = delta[t];
                 for (int j = 0; j < KN; j++) {
                     vf decay, ratio;
-                    DISCRETISE(decay, ratio, d, A, A2[j], invA[j]);
-                    if (zoh) in = ratio * x[t];
+                    DISCRETISE(decay, ratio, d, A2[j], invA[j]);
+                    if (kind == ZOH) in = ratio * x[t];
                     if (any && s->fresh[t]) h[j] = in * B[j];
                     else h[j] = decay * h[j] + in * B[j];
                     sum += h[j] * C[j];
@@ -270,10 +242,13 @@ INLINE void scan_tile(struct scratch *s, const struct task *k, int64_t steps, co
         }
 }
 
-static void forward_task(const struct args *a, struct scratch *s, int64_t i) {
+static void forward_task(const void *args, void *memory, int64_t i) {
+    const struct args *a = args;
+    struct scratch scratch, *s = &scratch;
     struct task k = find(a, i);
+    lay_out(s, memory, a, TILE);
     int64_t chunks = (a->length + a->chunk - 1) / a->chunk;
-    load_A(s, a, &k);
+    enum kind kind = load_A(s, a, &k);
     load_state(s->h, a->h0, a, &k);
     for (int64_t t0 = 0, steps; t0 < a->length; t0 += steps) {
         int64_t next = (t0 / a->chunk + 1) * a->chunk;
@@ -284,8 +259,16 @@ static void forward_task(const struct args *a, struct scratch *s, int64_t i) {
                     store(a->bound + ((k.b * chunks + t0 / a->chunk) * a->n + n) * a->width + k.first + v * VW,
                           s->h[v * k.np + n], lanes(&k, v));
         int any = load_tile(s, a, &k, t0, steps);
-        if (a->zoh) any ? scan_tile(s, &k, steps, 1, 1) : scan_tile(s, &k, steps, 1, 0);
-        else any ? scan_tile(s, &k, steps, 0, 1) : scan_tile(s, &k, steps, 0, 0);
+        int64_t to = t0 + steps;
+        fetch(s, 0, a->x + k.b * a->sx[0] + to * a->sx[1] + k.first * a->sx[2], a->sx[1], a->sx[2]);
+        fetch(s, 1, a->dt + k.b * a->sdt[0] + to * a->sdt[1] + k.first * a->sdt[2], a->sdt[1], a->sdt[2]);
+        fetch(s, 2, a->y + (k.b * a->length + t0) * a->width + k.first, a->width, 1);
+        fetch(s, 3, a->z ? a->z + k.b * a->sz[0] + t0 * a->sz[1] + k.first * a->sz[2] : 0, a->sz[1], a->sz[2]);
+        /* the usual case gets code of its own, without a test in the loop */
+        if (kind == EULER && !any) scan_tile(s, &k, steps, EULER, 0);
+        else if (kind == EULER) scan_tile(s, &k, steps, EULER, any);
+        else if (kind == ZOH) scan_tile(s, &k, steps, ZOH, any);
+        else scan_tile(s, &k, steps, EULER_GROWING, any);
         for (int64_t v = 0; v < k.nv; v++)
             for (int64_t t = 0; t < steps; t++) {
                 int64_t c = k.first + v * VW;
@@ -310,25 +293,29 @@ INLINE vf slope(vf u, vf delta, vf grow, vf ratio, vf invA) {
 }
 
 /* One vector, KN states, one chunk: forward again, then reverse. Letters as in README.md: g is ∂loss/∂h. */
-INLINE void reverse_chunk(struct scratch *s, const struct task *k, int64_t v, int64_t n, int64_t steps, const int zoh,
-                          const int any, const int gated) {
+INLINE void reverse_chunk(struct scratch *s, const struct task *k, int64_t v, int64_t n, int64_t steps,
+                          const enum kind kind, const int any, const int gated) {
     const vf *delta = s->delta + v * steps, *x = s->x + v * steps, *dx = s->dx + v * steps, *dy = s->dy + v * steps;
     vf *y = s->y + v * steps, *ds = s->ds + v * steps, *dd = s->dd + v * steps;
-    vf *ka = s->ka, *kh = s->kh, *kp = s->kp, *sB = s->sB, *sC = s->sC;
-    vf h[KN], A[KN], A2[KN], invA[KN], h0[KN];
-    for (int j = 0; j < KN; j++) h0[j] = h[j] = s->h[v * k->np + n + j], A2[j] = s->A2[v * k->np + n + j];
-    if (zoh) for (int j = 0; j < KN; j++) invA[j] = s->invA[v * k->np + n + j];
+    vf *keep = s->keep, *ratios = s->ratio, *acc = s->acc;
+    struct powers table = powers();
+    vf h[KN], A[KN], A2[KN], invA[KN];
+    for (int j = 0; j < KN; j++) keep[KN + j] = h[j] = s->h[v * k->np + n + j], A2[j] = s->A2[v * k->np + n + j];
+    if (kind == ZOH) for (int j = 0; j < KN; j++) invA[j] = s->invA[v * k->np + n + j];
     const float *B = s->B + n, *C = s->C + n;
-    for (int64_t t = 0; t < steps; t++, B += k->np, C += k->np) {
+    struct stream soon = s->soon[n / KN % 4];
+    soon.at += v * soon.across;
+    for (int64_t t = 0; t < steps; t++, B += k->np, C += k->np, soon.at += soon.step) {
+        __builtin_prefetch(soon.at);
         vf in = dx[t], d = delta[t], sum = gated ? y[t] : in;
         for (int j = 0; j < KN; j++) {
             vf decay, ratio;
-            DISCRETISE(decay, ratio, d, A, A2[j], invA[j]);
-            if (zoh) kp[t * KN + j] = ratio, in = ratio * x[t];
+            DISCRETISE(decay, ratio, d, A2[j], invA[j]);
+            if (kind == ZOH) ratios[t * KN + j] = ratio, in = ratio * x[t];
             if (any && s->fresh[t]) decay = splat(0.0f), h[j] = in * B[j];
             else h[j] = decay * h[j] + in * B[j];
-            ka[t * KN + j] = decay;
-            kh[t * KN + j] = h[j];
+            keep[2 * t * KN + j] = decay;
+            keep[(2 * t + 3) * KN + j] = h[j];
             if (gated) sum += h[j] * C[j];
         }
         if (gated) y[t] = sum;
@@ -337,17 +324,20 @@ INLINE void reverse_chunk(struct scratch *s, const struct task *k, int64_t v, in
     for (int j = 0; j < KN; j++) {
         g[j] = s->g[v * k->np + n + j], A[j] = s->A[v * k->np + n + j], dA[j] = s->dA[v * k->np + n + j];
     }
-    for (int64_t t = steps - 1; t >= 0; t--) {
+    soon = s->soon[4 + n / KN % 4];
+    soon.at += v * soon.across;
+    for (int64_t t = steps - 1; t >= 0; t--, soon.at += soon.step) {
+        __builtin_prefetch(soon.at);
         B -= k->np, C -= k->np;
         vf dyt = dy[t], in = dx[t], d = delta[t], sum = ds[t], sumd = dd[t];
         for (int j = 0; j < KN; j++) {
             g[j] += dyt * C[j];
-            sC[t * KN + j] += dyt * h[j];
-            h[j] = t ? kh[(t - 1) * KN + j] : h0[j];
-            vf back = ka[t * KN + j] * g[j], w = back * h[j]; /* ∂h_{t-1}, and ∂(ΔA) through the decay */
+            acc[(2 * t + 1) * KN + j] += dyt * h[j];
+            h[j] = keep[(2 * t + 1) * KN + j];
+            vf back = keep[2 * t * KN + j] * g[j], w = back * h[j]; /* ∂h_{t-1}, and ∂(ΔA) through the decay */
             if (any && s->fresh[t]) back = w = splat(0.0f);
-            if (zoh) {
-                vf ratio = kp[t * KN + j], u = d * A[j], grow = 1.0f + A[j] * ratio; /* exp(u), also at a border */
+            if (kind == ZOH) {
+                vf ratio = ratios[t * KN + j], u = d * A[j], grow = 1.0f + A[j] * ratio; /* exp(u), also at a border */
                 vf p = g[j] * B[j] * x[t];                                           /* ∂(B̄/B) */
                 in = ratio * x[t];
                 sum += g[j] * B[j] * ratio;
@@ -358,7 +348,7 @@ INLINE void reverse_chunk(struct scratch *s, const struct task *k, int64_t v, in
                 sumd += w * A[j];
                 dA[j] += w * d;
             }
-            sB[t * KN + j] += g[j] * in;
+            acc[2 * t * KN + j] += g[j] * in;
             g[j] = back;
         }
         ds[t] = sum, dd[t] = sumd;
@@ -404,11 +394,14 @@ static void store_gradients(struct scratch *s, const struct args *a, const struc
     }
 }
 
-static void backward_task(const struct args *a, struct scratch *s, int64_t i) {
+static void backward_task(const void *args, void *memory, int64_t i) {
+    const struct args *a = args;
+    struct scratch scratch, *s = &scratch;
     struct task k = find(a, i);
+    lay_out(s, memory, a, a->chunk);
     int64_t chunks = (a->length + a->chunk - 1) / a->chunk;
     int64_t part = ((k.b * a->groups + k.g) * blocks(a) + k.index) * a->length;
-    load_A(s, a, &k);
+    enum kind kind = load_A(s, a, &k);
     load_state(s->g, a->dfinal, a, &k);
     memset(s->dA, 0, sizeof(vf) * k.nv * k.np);
     memset(s->dD, 0, sizeof(vf) * k.nv);
@@ -422,20 +415,33 @@ static void backward_task(const struct args *a, struct scratch *s, int64_t i) {
                     : splat(0.0f);
         int any = load_tile(s, a, &k, t0, steps);
         load_gradients(s, a, &k, t0, steps);
+        int64_t to = t0 - a->chunk, here = (k.b * a->length + t0) * a->width + k.first;
+        fetch(s, 0, a->x + k.b * a->sx[0] + to * a->sx[1] + k.first * a->sx[2], a->sx[1], a->sx[2]);
+        fetch(s, 1, a->dt + k.b * a->sdt[0] + to * a->sdt[1] + k.first * a->sdt[2], a->sdt[1], a->sdt[2]);
+        fetch(s, 2, a->dy + k.b * a->sdy[0] + to * a->sdy[1] + k.first * a->sdy[2], a->sdy[1], a->sdy[2]);
+        fetch(s, 3, a->z ? a->z + k.b * a->sz[0] + to * a->sz[1] + k.first * a->sz[2] : 0, a->sz[1], a->sz[2]);
+        fetch(s, 4, a->bound + (k.b * chunks + c - 1) * a->n * a->width + k.first, a->width, 1);
+        fetch(s, 5, a->dx + here, a->width, 1);
+        fetch(s, 6, a->ddt + here, a->width, 1);
+        fetch(s, 7, a->z ? a->dz + here : 0, a->width, 1);
         for (int64_t n = 0; n < k.np; n += KN) {
-            memset(s->sB, 0, sizeof(vf) * steps * KN);
-            memset(s->sC, 0, sizeof(vf) * steps * KN);
+            memset(s->acc, 0, sizeof(vf) * steps * 2 * KN);
             for (int64_t v = 0; v < k.nv; v++) {
-                if (a->zoh) reverse_chunk(s, &k, v, n, steps, 1, any, a->z != 0);
-                else if (any) reverse_chunk(s, &k, v, n, steps, 0, 1, a->z != 0);
-                else if (a->z) reverse_chunk(s, &k, v, n, steps, 0, 0, 1);
-                else reverse_chunk(s, &k, v, n, steps, 0, 0, 0);
+                if (kind == EULER && !any && a->z) reverse_chunk(s, &k, v, n, steps, EULER, 0, 1);
+                else if (kind == EULER && !any) reverse_chunk(s, &k, v, n, steps, EULER, 0, 0);
+                else if (kind == EULER) reverse_chunk(s, &k, v, n, steps, EULER, any, a->z != 0);
+                else if (kind == ZOH) reverse_chunk(s, &k, v, n, steps, ZOH, any, a->z != 0);
+                else reverse_chunk(s, &k, v, n, steps, EULER_GROWING, any, a->z != 0);
             }
-            for (int64_t t = 0; t < steps; t++)
-                for (int64_t j = 0; j < KN && n + j < a->n; j++) {
-                    a->pB[(part + t0 + t) * a->n + n + j] = total(s->sB[t * KN + j]);
-                    a->pC[(part + t0 + t) * a->n + n + j] = total(s->sC[t * KN + j]);
+            for (int64_t t = 0; t < steps; t++) {
+                float sB[KN], sC[KN];
+                totals(s->acc + 2 * t * KN, sB);
+                totals(s->acc + (2 * t + 1) * KN, sC);
+                for (int64_t j = 0; j < min64(KN, a->n - n); j++) {
+                    a->pB[(part + t0 + t) * a->n + n + j] = sB[j];
+                    a->pC[(part + t0 + t) * a->n + n + j] = sC[j];
                 }
+            }
         }
         store_gradients(s, a, &k, t0, steps);
     }
@@ -448,8 +454,9 @@ static void backward_task(const struct args *a, struct scratch *s, int64_t i) {
 }
 
 /* Partial sums over the blocks of a group, in order. One task: one batch row and group. */
-static void sum_task(const struct args *a, struct scratch *s, int64_t i) {
-    (void)s;
+static void sum_task(const void *args, void *memory, int64_t i) {
+    (void)memory;
+    const struct args *a = args;
     int64_t b = i / a->groups, g = i % a->groups, nb = blocks(a);
     for (int64_t t = 0; t < a->length; t++) {
         float *dB = a->dB + ((b * a->length + t) * a->groups + g) * a->n, *dC = a->dC + (dB - a->dB);
@@ -464,73 +471,23 @@ static void sum_task(const struct args *a, struct scratch *s, int64_t i) {
     }
 }
 
-/* The same over batch rows, for the gradients of parameters of `count` elements. */
-static void sum_rows(float *to, const float *from, int64_t rows, int64_t count) {
-    if (!to) return;
-    memset(to, 0, sizeof(float) * count);
-    for (int64_t b = 0; b < rows; b++)
-        for (int64_t i = 0; i < count; i++) to[i] += from[b * count + i];
-}
-
-/* ---- threads ----------------------------------------------------------------------------------------------------- */
-
-struct job {
-    const struct args *a;
-    void (*task)(const struct args *, struct scratch *, int64_t);
-    int64_t tasks, next, steps; /* steps: of the scratch, 0 for none */
-    int failed;
-};
-
-static void *work(void *p) { /* tasks are handed out as threads come free: which thread has one changes no result */
-    struct job *job = p;
-    struct scratch s = {0};
-#if defined(__SSE__)
-    unsigned mode = _mm_getcsr();
-    _mm_setcsr(mode | 0x8040); /* denormals are zero: a forgotten state must not cost a hundred cycles a step */
-#endif
-    if (job->steps && !reserve(&s, job->a, job->steps)) __atomic_store_n(&job->failed, 1, __ATOMIC_RELAXED);
-    else
-        for (int64_t i; (i = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED)) < job->tasks;)
-            job->task(job->a, &s, i);
-    free(s.base);
-#if defined(__SSE__)
-    _mm_setcsr(mode);
-#endif
-    return 0;
-}
-
-static int run(struct job job) {
-    int64_t threads = min64(job.a->threads, job.tasks);
-    if (threads < 2) {
-        work(&job);
-        return job.failed;
-    }
-#ifdef _OPENMP
-#pragma omp parallel num_threads(threads)
-    work(&job);
-#else
-    pthread_t *pool = malloc(sizeof *pool * threads);
-    int64_t started = 0;
-    while (pool && started < threads - 1 && !pthread_create(pool + started, 0, work, &job)) started++;
-    work(&job);
-    while (started) pthread_join(pool[--started], 0);
-    free(pool);
-#endif
-    return job.failed;
-}
-
 /* ---- entry points: 0, or 1 where there was no memory ------------------------------------------------------------- */
 
 int64_t seqmix_lanes(void) { return VW; }
 
 int64_t seqmix_scan_forward(const struct args *a) {
-    return run((struct job){.a = a, .task = forward_task, .tasks = a->batch * a->groups * blocks(a), .steps = TILE});
+    struct scratch s;
+    int64_t tasks = a->batch * a->groups * blocks(a), bytes = lay_out(&s, 0, a, TILE);
+    return run((struct job){.args = a, .task = forward_task, .tasks = tasks, .threads = a->threads, .bytes = bytes});
 }
 
 int64_t seqmix_scan_backward(const struct args *a) {
-    int64_t rows = a->batch * a->groups;
-    if (run((struct job){.a = a, .task = backward_task, .tasks = rows * blocks(a), .steps = a->chunk})) return 1;
-    run((struct job){.a = a, .task = sum_task, .tasks = rows});
+    struct scratch s;
+    int64_t rows = a->batch * a->groups, tasks = rows * blocks(a), bytes = lay_out(&s, 0, a, a->chunk);
+    struct job job = {.args = a, .task = backward_task, .tasks = tasks, .threads = a->threads, .bytes = bytes};
+    if (run(job)) return 1;
+    int64_t threads = tasks * a->length * a->n > 1 << 20 ? a->threads : 1; /* less is done before a thread wakes */
+    run((struct job){.args = a, .task = sum_task, .tasks = rows, .threads = threads});
     sum_rows(a->dA, a->pA, a->batch, a->width * a->n);
     sum_rows(a->dD, a->pD, a->batch, a->width);
     sum_rows(a->dbias, a->pbias, a->batch, a->width);

@@ -1,6 +1,7 @@
 """The C kernel (cpu.c) as `forward` and `backward` over torch tensors, in the contract op.py gives every backend.
 
-Depth L, work O(B L D N) spread over batch rows and channel blocks. float32 inside; 16-bit tensors are widened around it.
+Depth L, work O(B L D N) spread over batch rows and channel blocks. float32 inside; 16-bit tensors are widened around
+it. Saved for the backward beyond the inputs: a state every CHUNK steps, 4 N / CHUNK bytes per (b, t, d).
 """
 
 import ctypes
@@ -12,8 +13,9 @@ from torch import Tensor
 from ..c_library import load
 
 _SOURCE = Path(__file__).with_name("cpu.c")
-CHUNK = 16  # steps between saved states: what the backward keeps of a chunk fits the first-level cache
+CHUNK = 32  # steps between saved states: what the backward keeps of a chunk nearly fits the first-level cache
 _BLOCK = 8  # vectors of channels in a task at most: their dB and dC are added before leaving the core
+_SMALL = 1 << 17  # states and steps that one thread does sooner than it wakes another
 _TASKS = 16  # a block shrinks until there are so many tasks; by shape alone, so that the sums' order never changes
 
 
@@ -102,13 +104,14 @@ class _Call:
             block //= 2
         self.blocks = -(-vectors // block)
         zoh = discretization == "zoh"
-        self.sizes = (batch, length, width, groups, n, chunk, softplus, zoh, torch.get_num_threads(), block)
+        threads = torch.get_num_threads() if x.numel() * n > _SMALL else 1
+        self.sizes = (batch, length, width, groups, n, chunk, softplus, zoh, threads, block)
         self.strided = [t if t is None else t.float() for t in (x, dt, z)]
         self.states = [B.float(), C.float()]
         self.plain = [t if t is None else t.contiguous() for t in (A, D, dt_bias, h0)]
         self.seq = None if seq_idx is None else seq_idx.long().contiguous()
 
-    def __call__(self, function: str, dy: Tensor | None, dfinal: Tensor | None, forward: tuple, backward: tuple) -> None:
+    def __call__(self, function: str, dy: Tensor | None, dfinal: Tensor | None, forward: tuple, backward: tuple):
         dy = None if dy is None else dy.float()
         dfinal = None if dfinal is None else dfinal.contiguous()
         strided = [*self.strided, dy]

@@ -1,8 +1,8 @@
 """Parallel forms of the recurrence h_t = ā_t h_{t-1} + b̄_t in plain torch, for any device and dtype.
 
 A step is the affine map (ā, b̄): h -> ā h + b̄. Two steps compose to one, (a₁, b₁) then (a₂, b₂) = (a₂ a₁, a₂ b₁ + b₂),
-and composition is associative, so the states are a prefix "sum" that any scan algorithm can make (Blelloch, "Prefix sums
-and their applications", 1990). With T steps of (B, D, N) elements each:
+and composition is associative, so the states are a prefix "sum" that any scan algorithm can make (Blelloch, "Prefix
+sums and their applications", 1990). With T steps of (B, D, N) elements each:
 
     form          depth          combines       extra memory
     kogge_stone   log2 T         T log2 T       2 (B, T, D, N)     Hillis and Steele 1986; Kogge and Stone 1973
@@ -21,7 +21,7 @@ from .reference import discretise, initial, read_out
 
 
 def kogge_stone(a: Tensor, b: Tensor) -> Tensor:
-    """States h_t = a_t h_{t-1} + b_t from h_{-1} = 0, over dimension 1: after step k, (a, b) spans the last 2^k steps."""
+    """States h_t = a_t h_{t-1} + b_t, h_{-1} = 0, over dimension 1: after k levels (a, b) spans the last 2^k steps."""
     span = 1
     while span < a.shape[1]:
         b = torch.cat([b[:, :span], torch.addcmul(b[:, span:], a[:, span:], b[:, :-span])], 1)
@@ -32,7 +32,7 @@ def kogge_stone(a: Tensor, b: Tensor) -> Tensor:
 
 
 def blelloch(a: Tensor, b: Tensor) -> Tensor:
-    """The same states by halving: compose neighbours (up-sweep), scan the half, spread it to the odd ones out (down)."""
+    """The same states by halving: compose neighbours (up-sweep), scan the half, spread it to the rest (down-sweep)."""
     length = a.shape[1]
     if length < 2:
         return b

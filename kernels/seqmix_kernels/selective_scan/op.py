@@ -1,4 +1,4 @@
-"""The public operator: its contract, the choice of an implementation, and the registered ops behind the compiled ones."""
+"""The public operator: its contract, the choice of an implementation, the registered ops behind the compiled ones."""
 
 import functools
 import logging
@@ -66,18 +66,18 @@ def selective_scan(
         z = None if z is None else z.to(dtype)
     _check(x, dt, A, B, C, D, z, dt_bias, discretization, initial_state, seq_idx, chunk)
     name = _choose(x, impl)
+    if name in ("cpu", "fused"):
+        # the registered op takes its tensors first, in one order for all backends
+        tensors = (x, dt, A, B, C, D, z, dt_bias, initial_state, seq_idx)
+        save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+        return torch.ops.seqmix.selective_scan_fwd(*tensors, dt_softplus, discretization, chunk, save, name)[:2]
     args = (x, dt, A, B, C, D, z, dt_bias, dt_softplus, discretization, initial_state, seq_idx)
     with torch.autocast(device, enabled=False):
         if name == "sequential":
             return reference.sequential(*args)
         if name == "chunked":
             return family.chunked(*args, chunk=chunk or TORCH_CHUNK)
-        if name in ("blelloch", "kogge_stone"):
-            return family.parallel(*args, scan=getattr(family, name))
-        # the registered op takes its tensors first, in one order for all backends
-        tensors = (x, dt, A, B, C, D, z, dt_bias, initial_state, seq_idx)
-        save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-        return torch.ops.seqmix.selective_scan_fwd(*tensors, dt_softplus, discretization, chunk, save, name)[:2]
+        return family.parallel(*args, scan=getattr(family, name))
 
 
 def which_impl(x: Tensor) -> tuple[str, str]:
