@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from hydra.utils import get_class, instantiate
 from omegaconf import OmegaConf
-from seqmix_kernels.selective_scan import IMPLS
 
 from seqmix.measure import state_bytes
 from seqmix.mixers import s4d
@@ -19,6 +18,7 @@ from seqmix.mixers.lstm import LSTM
 from seqmix.mixers.mamba import Mamba, inverse_softplus
 from seqmix.mixers.rnn import RNN
 from seqmix.mixers.s4d import S4D
+from seqmix_kernels.selective_scan import IMPLS
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = {path.stem: OmegaConf.load(path) for path in sorted((ROOT / "conf" / "model").glob("*.yaml"))}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 class SwiGLU(nn.Module):
     """y = W_out (silu(W_gate x) ∘ W_in x) (Shazeer 2020, "GLU Variants Improve Transformer", eq. 6).
 
-    d_hidden is `expand · d_model` rounded up to a multiple of 8; 8/3 gives the parameters of a plain MLP of width 4 d_model.
+    d_hidden is `expand · d_model`, rounded up to a multiple of 8; 8/3 gives the parameters of a plain MLP of 4 d_model.
     """
 
     def __init__(self, d_model: int, expand: float = 8 / 3):
@@ -26,7 +26,10 @@ class SwiGLU(nn.Module):
 
 
 class GELUMLP(nn.Module):
-    """y = W_out gelu(W_in x + b) + b' (Vaswani et al. 2017, §3.3; GELU of Hendrycks & Gimpel 2016), d_hidden = expand · d_model."""
+    """y = W_out gelu(W_in x + b) + b' (Vaswani et al. 2017, §3.3; GELU: Hendrycks & Gimpel 2016).
+
+    d_hidden is `expand · d_model`, rounded up to a multiple of 8.
+    """
 
     def __init__(self, d_model: int, expand: float = 4.0):
         super().__init__()

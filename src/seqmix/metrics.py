@@ -31,7 +31,7 @@ def scored_cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tenso
 
 
 class ScoredTokens(Metric):
-    """Sums over scored tokens; `compute` gives the values above by name. token_bytes (V,): bytes of each token, or None."""
+    """Sums over scored tokens; `compute` gives the values above by name. token_bytes: (V,) bytes a token, or None."""
 
     full_state_update = False
 

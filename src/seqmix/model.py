@@ -5,11 +5,11 @@
     x = x + channel_mixer(norm(x))              across channels, where the block has one
     logits = norm(x) Eᵀ                         (B, L, V)
 
-Initialisation. Each part initialises its own parameters where it makes them; nothing walks the finished model, so what a
-mixer set (Mamba's Δ bias and A, S4's spectrum) stays set. The backbone adds two things:
+Initialisation. Each part initialises its own parameters where it makes them; nothing walks the finished model, so what
+a mixer set (a step size's bias, a spectrum) stays set. The backbone adds two things:
 
     E                                           N(0, 0.02²)
-    out_proj.weight of every mixer              divided by √(number of residual additions), as GPT-2 (Radford et al. 2019, §2.3)
+    out_proj.weight of every mixer              over √(number of residual additions), as GPT-2 (Radford et al. 2019, §2.3)
 """
 
 from __future__ import annotations
@@ -129,9 +129,9 @@ class SequenceModel(nn.Module):
     ) -> Tensor:
         """tokens (B, L), L >= 1 -> (B, L + max_new_tokens): the prompt and its continuation.
 
-        temperature 0 takes the largest logit; top_k keeps the k largest (all, where k exceeds V). Sampling is in float32
-        from `generator`. The module's mode is put back as it was. ValueError for an empty prompt, a negative count or
-        temperature, and for logits that are not finite.
+        temperature 0 takes the largest logit; top_k keeps the k largest (all, where k exceeds V). Sampling is in
+        float32 from `generator`. The module's mode is put back as it was. ValueError for an empty prompt, a negative
+        count or temperature, and for logits that are not finite.
         """
         if tokens.ndim != 2 or tokens.shape[1] == 0:
             raise ValueError(f"generate needs a prompt of at least one token a row, got shape {tuple(tokens.shape)}")

@@ -14,10 +14,10 @@ from seqmix.optim import param_groups
 
 
 class SequenceModule(L.LightningModule):
-    """model: tokens (B, L) -> logits (B, L, V). optimizer, scheduler: called with the parameter groups, with the optimizer.
+    """model: tokens (B, L) -> logits (B, L, V). optimizer: called with parameter groups; scheduler: with the optimizer.
 
-    Batches are (inputs (B, L), targets (B, L)), targets -100 where nothing is scored. The loss is summed over the scored
-    tokens of an optimizer step, over micro-batches and ranks, and divided once by their number.
+    Batches are (inputs (B, L), targets (B, L)), targets -100 where nothing is scored. The loss is summed over the
+    scored tokens of an optimizer step, over micro-batches and ranks, and divided once by their number.
     """
 
     def __init__(

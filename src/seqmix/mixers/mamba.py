@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from seqmix_kernels.causal_conv1d import causal_conv1d
-from seqmix_kernels.selective_scan import IMPLS, selective_scan
 from torch import Tensor, nn
 
 from seqmix.mixers.base import Mixer, no_weight_decay
+from seqmix_kernels.causal_conv1d import causal_conv1d
+from seqmix_kernels.selective_scan import IMPLS, selective_scan
 
 DISCRETIZATIONS = ("euler", "zoh")
 

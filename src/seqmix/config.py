@@ -1,0 +1,249 @@
+"""The command line is checked before anything is made: no run folder, no wandb run, no data.
+
+Refused, with the nearest name that exists: a key nothing reads (also behind `+`), a choice that is not there, a value
+of another type than its default. Refused with the numbers: sizes that cannot be (the task is built, and the model on
+the meta device, which costs no memory).
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Iterable
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.core.utils import JobReturn
+from hydra.errors import HydraException, InstantiationException
+from hydra.experimental.callback import Callback
+from hydra.utils import instantiate
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+from rich.table import Table
+
+from seqmix.model import SequenceModel
+
+FREE_FORM = ("hydra.job.env_set", "hydra.job_logging", "hydra.hydra_logging", "hydra.launcher", "hydra.sweeper")
+
+
+def register_resolvers() -> None:
+    """`${accelerator:}` and `${run_stamp:}`, which conf/train.yaml uses."""
+    accelerator = lambda: "cuda" if torch.cuda.is_available() else "cpu"  # noqa: E731
+    OmegaConf.register_new_resolver("accelerator", accelerator, replace=True)
+    OmegaConf.register_new_resolver("run_stamp", _run_stamp, replace=True, use_cache=True)
+
+
+def check_command_line(arguments: list[str], conf: Path) -> DictConfig | None:
+    """The composed config of a single run whose overrides make sense; exits with code 2 and one line where they do not.
+
+    None for a multirun, whose jobs check their own values, and for Hydra's own flags (--help, --cfg, ...).
+    """
+    overrides = [a for a in arguments if not a.startswith("-")]
+    flags = [a for a in arguments if a.startswith("-")]
+    multirun = "-m" in flags or "--multirun" in flags
+    if any(flag not in ("-m", "--multirun") for flag in flags):
+        return None
+    try:
+        with _hydra_at(conf):
+            _check_overrides(OverridesParser.create().parse_overrides(overrides), conf, multirun)
+        if multirun:
+            return None
+        cfg = compose_run(overrides, conf, folder="(made when the run starts)")
+        check(cfg)
+    except (ValueError, HydraException, OmegaConfBaseException) as error:
+        _refuse(str(error))
+    return cfg
+
+
+def compose_run(overrides: list[str], conf: Path, folder: Path | str) -> DictConfig:
+    """The config of one run in `folder`, every interpolation resolved, without Hydra's own part."""
+    with _hydra_at(conf):
+        cfg = compose("train", overrides=overrides, return_hydra_config=True)
+    with open_dict(cfg):
+        cfg.hydra.runtime.output_dir = str(folder)
+    HydraConfig.instance().set_config(cfg)
+    cfg = cfg.copy()
+    with open_dict(cfg):
+        del cfg["hydra"]
+    OmegaConf.resolve(cfg)
+    return cfg
+
+
+def check(cfg: DictConfig) -> None:
+    """ValueError where a resolved config names something that cannot be; builds task and model, on no device."""
+    if missing := sorted(OmegaConf.missing_keys(cfg)):
+        raise ValueError(f"no value for {', '.join(missing)}")
+    if str(cfg.trainer.precision) in ("16-true", "bf16-true", "16", "bf16"):
+        raise ValueError(
+            f"trainer.precision={cfg.trainer.precision} would keep the parameters in 16 bit, which rounds decay rates "
+            "near 1 to 1; write bf16-mixed or 16-mixed"
+        )
+    if cfg.show not in (None, "batch"):
+        raise ValueError(f"show must be null or batch, got {cfg.show!r}")
+    if cfg.matmul_precision not in ("highest", "high", "medium"):
+        raise ValueError(f"matmul_precision must be highest, high or medium, got {cfg.matmul_precision!r}")
+    task = build(cfg.task)
+    with torch.device("meta"):
+        build_model(cfg, task.vocab_size)
+
+
+def build(node: DictConfig | None) -> Any:
+    """hydra's instantiate, with the error of the thing itself rather than hydra's wrapping of it."""
+    try:
+        return instantiate(node, _convert_="all")  # plain lists: an OmegaConf object in a checkpoint cannot be loaded
+    except InstantiationException as error:
+        cause = error.__cause__
+        if isinstance(cause, (ValueError, FileNotFoundError)):
+            raise ValueError(str(cause)) from cause
+        if isinstance(cause, TypeError):
+            raise ValueError(f"{node.get('_target_')}: {cause}") from cause
+        raise
+
+
+def build_model(cfg: DictConfig, vocab_size: int) -> SequenceModel:
+    """The model of a config: conf/model names its parts, conf/size its width and depth."""
+    return SequenceModel(
+        vocab_size=vocab_size,
+        d_model=cfg.size.d_model,
+        n_layer=cfg.size.n_layer,
+        mixer=build(cfg.model),
+        channel_mixer=build(cfg.channel_mixer),
+        dropout=cfg.dropout,
+    )
+
+
+class SweepTable(Callback):
+    """After a multirun: one line a job, the failed ones with their error, so that none is missed in the scroll."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, str, str]] = []
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
+        overrides = " ".join(job_return.overrides or [])
+        if isinstance(error := job_return._return_value, BaseException):
+            self.rows.append((overrides, getattr(error, "status", "failed"), f"{type(error).__name__}: {error}"[:200]))
+        else:
+            summary = job_return.return_value or {}
+            accuracy = summary.get("test/token_accuracy", summary.get("val/token_accuracy"))
+            self.rows.append((overrides, summary.get("status", "complete"), f"{accuracy:.4f}" if accuracy else ""))
+
+    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
+        table = Table(title=f"{len(self.rows)} jobs in {config.hydra.sweep.dir}")
+        for column in ("job", "status", "token accuracy, or error"):
+            table.add_column(column, overflow="fold")
+        for row in self.rows:
+            table.add_row(*row)
+        Console(stderr=True).print(table)
+
+
+def _check_overrides(overrides: list[Override], conf: Path, multirun: bool) -> None:
+    groups = {
+        str(folder.relative_to(conf)): sorted(file.stem for file in folder.glob("*.yaml"))
+        for folder in conf.rglob("*")
+        if folder.is_dir()
+    }
+    choices: dict[str, list[str]] = {}
+    values = []
+    for override in overrides:
+        key = override.get_key_element().lstrip("+~")
+        if override.is_sweep_override() and not multirun:
+            raise ValueError(
+                f"{override.input_line} names several values: add -m to run one job a value, "
+                f"or write a list as '{key}=[...]'"
+            )
+        if "/" in key or "@" in key:  # a group of Hydra's own (hydra/launcher): Hydra answers for it
+            continue
+        if key in groups:
+            picked = list(override.sweep_string_iterator()) if override.is_sweep_override() else [override.value()]
+            for choice in picked:
+                if choice is not None and str(choice) not in groups[key] and not isinstance(choice, list):
+                    raise ValueError(
+                        f"no {key}={choice}{_nearest(str(choice), groups[key])}; there are {', '.join(groups[key])}"
+                    )
+            choices[key] = [str(choice) for choice in picked if choice is not None]
+        else:
+            values.append((key, override))
+    known = _known_keys(choices)
+    for key, override in values:
+        if key not in known and not key.startswith(FREE_FORM):
+            raise ValueError(f"nothing reads the key {key!r}{_nearest(key, known)}")
+        if not override.is_sweep_override() and not override.is_delete():
+            _check_type(key, known.get(key), override.value())
+
+
+def _known_keys(choices: dict[str, list[str]]) -> dict[str, Any]:
+    """Every key of the config, dotted, with its default: over all the choices that a sweep names."""
+    compositions = [[f"{group}={names[0]}" for group, names in choices.items() if names]]
+    compositions += [[f"{group}={name}"] for group, names in choices.items() for name in names[1:]]
+    known: dict[str, Any] = {}
+    for overrides in compositions:
+        _flatten(compose("train", overrides=overrides, return_hydra_config=True), "", known)
+    return known
+
+
+def _flatten(node: DictConfig, prefix: str, into: dict[str, Any]) -> None:
+    for key in node:
+        name = f"{prefix}{key}"
+        try:
+            value = node._get_node(key)._value() if node._get_node(key)._is_interpolation() else node[key]
+        except OmegaConfBaseException:  # a `???` of Hydra's own
+            value = None
+        into.setdefault(name, value)
+        if isinstance(value, DictConfig):
+            _flatten(value, f"{name}.", into)
+
+
+def _check_type(key: str, default: Any, value: Any) -> None:
+    if default is None or value is None or isinstance(default, (str, DictConfig, ListConfig)):
+        return
+    hint = ""
+    if isinstance(default, bool):
+        right = isinstance(value, bool)
+    elif isinstance(default, int):
+        right = isinstance(value, int) and not isinstance(value, bool)
+        if isinstance(value, float) and value.is_integer():
+            hint = f"; write {int(value)}"
+    else:
+        right = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not right and not str(value).startswith("${"):
+        raise ValueError(f"{key} takes a value like {default!r}, got {value!r}{hint}")
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    """The name most like it; where none is, one whose last part is."""
+    whole = {n: n for n in names}
+    last = {n.rsplit(".", 1)[-1]: n for n in reversed(whole)}
+    for candidates, word, cutoff in ((whole, name, 0.75), (last, name.rsplit(".", 1)[-1], 0.7), (whole, name, 0.5)):
+        if close := difflib.get_close_matches(word, candidates, n=1, cutoff=cutoff):
+            return f"; the nearest is {candidates[close[0]]!r}"
+    return ""
+
+
+def _hydra_at(conf: Path) -> initialize_config_dir:
+    GlobalHydra.instance().clear()
+    return initialize_config_dir(str(conf), version_base="1.3", job_name="train")
+
+
+def _refuse(message: str) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def _run_stamp() -> str:
+    """Now, to the microsecond; under torchrun when its launcher was started, so that all ranks share one folder."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")
+    launcher = os.getppid()
+    fields = Path(f"/proc/{launcher}/stat").read_text().rsplit(")", 1)[1].split()
+    booted = next(int(row.split()[1]) for row in Path("/proc/stat").read_text().splitlines() if row.startswith("btime"))
+    started = booted + int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return datetime.fromtimestamp(started).strftime("%Y-%m-%d_%H-%M-%S") + f"-{launcher}"

@@ -1,0 +1,109 @@
+"""The command line: what is refused, and how (cases F04, F05, F08, H01, I08)."""
+
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from seqmix.config import check_command_line, register_resolvers
+
+CONF = Path(__file__).parent.parent / "conf"
+register_resolvers()
+
+
+def refused(capsys, *arguments):
+    with pytest.raises(SystemExit) as exit_:
+        check_command_line(list(arguments), CONF)
+    assert exit_.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and "Traceback" not in message
+    return message
+
+
+def test_the_default_run_is_mamba_on_selective_copy():
+    cfg = check_command_line([], CONF)
+    same = check_command_line(["model=mamba", "task=selective_copy"], CONF)
+    assert cfg == same and "mamba" in cfg.model._target_ and "selective_copy" in cfg.task._target_
+
+
+@pytest.mark.parametrize(
+    ("override", "nearest"),
+    [
+        ("sed=3", "'seed'"),
+        ("+sed=3", "'seed'"),
+        ("++trainer.max_step=5", "'trainer.max_steps'"),
+        ("trainer.max_step=5", "'trainer.max_steps'"),
+        ("model.d_stat=8", "'model.d_state'"),
+        ("+model.d_stat=8", "'model.d_state'"),
+        ("task.seqlen=8", "'task.seq_len'"),
+        ("seq_len=8", "seq_len'"),
+        ("lr=1e-3", "'optimizer.lr'"),
+        ("hydra.job.chdirr=true", "'hydra.job.chdir'"),
+        ("~optimizer.lrr", "'optimizer.lr'"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest(capsys, override, nearest):
+    assert nearest in refused(capsys, override)
+
+
+def test_an_unknown_choice_lists_what_there_is(capsys):
+    message = refused(capsys, "model=mambo")
+    assert "'mamba'" in message and "transformer" in message
+    assert "'mamba'" in refused(capsys, "-m", "model=lstm,mambo")
+
+
+def test_unknown_keys_are_refused_in_a_multirun_too(capsys):
+    assert "'seed'" in refused(capsys, "-m", "sed=1,2")
+
+
+def test_a_key_of_one_choice_is_known_in_a_sweep_over_choices():
+    assert check_command_line(["-m", "model=lstm,mamba", "model.d_state=8,16"], CONF) is None
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("seed=abc", ("seed", "'abc'")),
+        ("task.seq_len=1e3", ("task.seq_len", "write 1000")),
+        ("task.seq_len=-4", ("seq_len", "-4")),
+        ("task.n_tokens=65", ("n_tokens=65", "seq_len=64")),
+        ("task.n_tokens=0", ("n_tokens=0",)),
+        ("task.n_symbols=0", ("n_symbols=0",)),
+        ("size.d_model=0", ("d_model", "0")),
+        ("size.n_layer=two", ("size.n_layer", "'two'")),
+        ("optimizer.lr=fast", ("optimizer.lr", "'fast'")),
+        ("test=1", ("test", "1")),
+        ("trainer.precision=bf16-true", ("bf16-true", "bf16-mixed")),
+        ("model.scan=triton", ("scan", "'triton'", "fused")),
+        ("dropout=1.5", ("dropout", "1.5")),
+        ("show=everything", ("show", "everything")),
+        ("size.d_model=${size.d_modl}", ("size.d_modl",)),
+        ("seed=0,1", ("seed=0,1", "-m")),
+    ],
+)
+def test_impossible_values_are_refused_with_their_numbers(capsys, override, words):
+    message = refused(capsys, override)
+    assert all(word in message for word in words), message
+
+
+def test_heads_must_divide_the_width(capsys):
+    message = refused(capsys, "model=transformer", "size.d_model=100", "model.n_heads=3")
+    assert "100" in message and "3" in message
+
+
+def test_nothing_is_made_by_a_refusal(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused(capsys, "task.n_tokens=65")
+    refused(capsys, "model=mambo")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_noise_is_allowed():
+    assert check_command_line(["task.seq_len=16", "task.n_tokens=16"], CONF).task.n_tokens == 16
+
+
+def test_every_top_level_key_is_read():
+    """Groups are read by what they instantiate, whose constructors refuse what they do not know; scalars by name."""
+    keys = [key for key, value in OmegaConf.load(CONF / "train.yaml").items() if key not in ("defaults", "hydra")]
+    source = (CONF.parent / "train.py").read_text() + (CONF.parent / "src/seqmix/config.py").read_text()
+    assert keys and all(f"cfg.{key}" in source for key in keys)

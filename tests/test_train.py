@@ -1,0 +1,100 @@
+"""train.py from end to end: every config takes a step, one batch is learnt by heart, a resumed run is the same run."""
+
+import json
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from runs import CONF, SELECTIVE_COPY, metrics, names, start
+
+from seqmix.config import compose_run
+
+# Every config
+
+
+@pytest.mark.parametrize("model", names("model"))
+def test_every_model_takes_steps(tmp_path, model):
+    folder = tmp_path / "run"
+    summary = start(folder, f"model={model}", *SELECTIVE_COPY)
+    assert summary["status"] == "complete" and summary["steps"] == 4
+    assert 0 <= summary["test/token_accuracy"] <= 1 and summary["chance/token_accuracy"] == pytest.approx(1 / 14)
+    assert summary["memory/params"] > 0 and summary["memory/state_bytes"] > 0 and summary["speed/first_step_s"] > 0
+    assert summary["memory/peak_allocated_mib"] is None  # no GPU: unknown, not zero (case E16)
+    assert len(metrics(folder, "train/loss")) == 4 and len(metrics(folder, "val/token_accuracy")) == 2
+    written = json.loads((folder / "summary.json").read_text())
+    assert written["test/loss"] == summary["test/loss"] and written["status"] == "complete"
+
+
+@pytest.mark.parametrize("task", names("task"))
+def test_every_task_takes_steps(tmp_path, task):
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 400)
+    sizes = {"lm": [f"task.source={text}", "task.seq_len=16"], "copy": ["task.seq_len=24", "task.n_tokens=3"]}
+    summary = start(tmp_path / "run", f"task={task}", *sizes.get(task, SELECTIVE_COPY))
+    assert summary["status"] == "complete"
+    assert ("test/bits_per_byte" in summary) == (task == "lm")
+
+
+@pytest.mark.parametrize("scheduler", names("scheduler"))
+@pytest.mark.parametrize("optimizer", names("optimizer"))
+def test_every_optimizer_and_scheduler_takes_steps(tmp_path, optimizer, scheduler):
+    overrides = [f"optimizer={optimizer}", f"scheduler={scheduler}", "callbacks=none", *SELECTIVE_COPY]
+    assert start(tmp_path / "run", *overrides)["steps"] == 4
+
+
+@pytest.mark.parametrize("group", ["size", "trainer", "logger", "callbacks", "debug", "experiment"])
+def test_every_other_choice_composes(group, tmp_path):
+    for name in names(group):
+        assert not OmegaConf.missing_keys(compose_run([f"{group}={name}"], CONF, tmp_path))
+
+
+@pytest.mark.parametrize("model", names("model"))
+def test_one_batch_is_learnt_by_heart(tmp_path, model):
+    summary = start(
+        tmp_path / "run", *SELECTIVE_COPY, f"model={model}", "debug=overfit", "size.d_model=32", "task.batch_size=8",
+        "optimizer.lr=5e-3", "trainer.max_steps=150", "trainer.val_check_interval=150", "trainer.log_every_n_steps=25",
+        "callbacks=none", "test=false",
+    )  # fmt: skip
+    assert summary["train/loss"] < 0.1, "chance is ln 14 = 2.64"
+    assert summary["train/token_accuracy"] == 1.0
+
+
+def test_mixed_precision_trains_the_same(tmp_path):
+    full, mixed = (
+        start(tmp_path / precision, *SELECTIVE_COPY, f"trainer.precision={precision}")["val/loss"]
+        for precision in ("32-true", "bf16-mixed")
+    )
+    assert mixed == pytest.approx(full, rel=0.02)
+
+
+# Resume
+
+RESUME = (
+    *SELECTIVE_COPY, "trainer.max_steps=9", "trainer.val_check_interval=3", "trainer.log_every_n_steps=2",
+    "dropout=0.1", "callbacks.last.every_n_steps=3", "callbacks.last.keep_steps=-1",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("model", ["mamba", "lstm"])
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, model):
+    whole, crashed, resumed = (tmp_path / name for name in ("whole", "crashed", "resumed"))
+    start(whole, f"model={model}", *RESUME)
+    with pytest.raises(RuntimeError, match="went away"):
+        start(crashed, f"model={model}", *RESUME, error_at=(5, RuntimeError("the machine went away")))
+    assert json.loads((crashed / "summary.json").read_text())["status"] == "failed"
+    start(resumed, f"model={model}", *RESUME, f"ckpt={crashed}/checkpoints/step_000003.ckpt")
+    for name in ("train/loss", "train/token_accuracy", "train/lr", "val/loss"):
+        expected = {step: value for step, value in metrics(whole, name).items() if step >= 3}
+        assert metrics(resumed, name) == expected and expected, name
+    weights = [torch.load(f / "checkpoints/last.ckpt", weights_only=True)["state_dict"] for f in (whole, resumed)]
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+
+
+def test_accumulated_micro_batches_are_one_batch(tmp_path):
+    whole = start(tmp_path / "whole", *SELECTIVE_COPY, "task.batch_size=8")
+    parts = start(
+        tmp_path / "parts", *SELECTIVE_COPY, "task.batch_size=4", "trainer.accumulate_grad_batches=2",
+        "trainer.val_check_interval=4",
+    )  # fmt: skip
+    assert parts["steps"] == whole["steps"] == 4
+    assert parts["val/loss"] == pytest.approx(whole["val/loss"], abs=1e-5)

@@ -1,0 +1,199 @@
+"""Train one model on one task and leave its numbers behind.
+
+    python train.py model=mamba task=selective_copy
+    python train.py -m model=transformer,s4,mamba,lstm,rnn seed=0,1,2
+    python train.py task=selective_copy show=batch
+    python train.py ckpt=last
+
+A run folder (outputs/runs/...) holds config.yaml (resolved), .hydra/ (as composed, with the overrides), metrics.csv,
+summary.json, train.log and checkpoints/.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import hydra
+import lightning as L
+import torch
+from hydra.core.hydra_config import HydraConfig
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.table import Table
+
+from seqmix import measure
+from seqmix.callbacks import NonFiniteError, best_checkpoint
+from seqmix.config import build, build_model, check, check_command_line, register_resolvers
+from seqmix.module import SequenceModule
+from seqmix.tracking import closing
+
+CONF = Path(__file__).parent / "conf"
+RUNS = Path("outputs")
+SAME_RUN = ("model", "channel_mixer", "task", "size", "seed", "optimizer", "scheduler")  # what a resumed run must share
+log = logging.getLogger("seqmix")
+logging.getLogger("lightning").setLevel(logging.WARNING)  # its remarks on what the config says anyway
+# Lightning 2.6.6 under torch 2.13: a name of torch's that is going away
+warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated", category=FutureWarning)
+register_resolvers()
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="train")
+def main(cfg: DictConfig) -> dict:
+    return train(cfg, Path(HydraConfig.get().runtime.output_dir))
+
+
+def train(cfg: DictConfig, folder: Path) -> dict:
+    """One run in `folder`; returns what it wrote to summary.json. Errors are recorded there too, then raised."""
+    OmegaConf.resolve(cfg)
+    check(cfg)
+    checkpoint = find_checkpoint(cfg)
+    started = time.monotonic()
+    torch.set_float32_matmul_precision(cfg.matmul_precision)
+    L.seed_everything(cfg.seed, workers=True, verbose=False)
+
+    task = build(cfg.task)
+    task.prepare_data()
+    task.setup("fit")  # now, while errors in the data itself (too short, no network) cost nothing
+    module = SequenceModule(
+        build_model(cfg, task.vocab_size), build(cfg.optimizer), build(cfg.scheduler), token_bytes=task.token_bytes
+    )
+    if cfg.compile:
+        module.model.compile()
+    callbacks = [build(node) for node in (cfg.callbacks or {}).values() if node]
+    loggers = [build(node) for node in (cfg.logger or {}).values() if node]
+    trainer = build(cfg.trainer)(callbacks=callbacks, logger=loggers, default_root_dir=str(folder))
+
+    OmegaConf.save(cfg, folder / "config.yaml")
+    summary = {"status": "failed", "folder": str(folder), "resumed_from": checkpoint and str(checkpoint)}
+    facts = {"data": task.facts(), "environment": measure.environment(trainer.strategy.root_device)}
+    with closing(loggers):
+        try:
+            for logger in loggers:
+                logger.log_hyperparams(OmegaConf.to_container(cfg) | facts)
+            trainer.fit(module, datamodule=task, ckpt_path=checkpoint, weights_only=True)
+            summary |= numbers(trainer, "train/", "val/")
+            if cfg.test:
+                trainer.test(module, datamodule=task, ckpt_path=chosen(trainer), weights_only=True, verbose=False)
+                summary |= numbers(trainer, "test/")
+            summary["status"] = "complete"
+        except BaseException as error:
+            summary["status"], raised = status_of(error, trainer)
+            summary["error"] = f"{type(raised).__name__}: {raised}"
+            log.error("the run ended: %s", summary["status"], exc_info=error)
+            raise raised from error
+        finally:
+            summary |= {
+                "steps": trainer.global_step,
+                "seconds": round(time.monotonic() - started, 1),
+                "chance/token_accuracy": task.chance_token_accuracy,
+                "chance/sequence_accuracy": task.chance_sequence_accuracy,
+                **facts,
+            }
+            for callback in callbacks:
+                summary |= callback.summary() if hasattr(callback, "summary") else {}
+            if trainer.is_global_zero:
+                write(summary, folder, loggers)
+    if trainer.is_global_zero:
+        print_table(summary, cfg)
+    return summary
+
+
+def find_checkpoint(cfg: DictConfig) -> Path | None:
+    """The file that `ckpt` names; for `last` the newest last.ckpt of a run with the same model, task, size and seed."""
+    if cfg.ckpt is None:
+        return None
+    if cfg.ckpt != "last":
+        path = Path(cfg.ckpt)
+        if not path.is_file():
+            raise ValueError(f"ckpt={cfg.ckpt}: there is no such file (looked for {path.absolute()})")
+        return path
+    newest_first = sorted(RUNS.rglob("checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in newest_first:
+        other = OmegaConf.load(path.parent.parent / "config.yaml")
+        if all(other.get(key) == cfg[key] for key in SAME_RUN):
+            return path
+    raise ValueError(
+        f"ckpt=last: none of the {len(newest_first)} checkpointed runs under {RUNS} has the same "
+        f"{', '.join(SAME_RUN)}; name a file instead"
+    )
+
+
+def chosen(trainer: L.Trainer) -> str | None:
+    """The checkpoint with the best validation loss; None, and a word about it, where no validation has picked one."""
+    best = best_checkpoint(trainer)
+    if best is None:
+        log.warning("no validation has picked a best checkpoint: the test runs on the last weights")
+    return best
+
+
+def status_of(error: BaseException, trainer: L.Trainer) -> tuple[str, BaseException]:
+    """What the record says of an error, and the error to raise: Ctrl-C anew, since Lightning makes it an exit code 1."""
+    if isinstance(error, NonFiniteError):
+        return "diverged", error
+    if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error):
+        return "oom", error
+    if isinstance(error, SIGTERMException):
+        return "interrupted", SystemExit(128 + signal.SIGTERM)
+    if isinstance(error, KeyboardInterrupt) or (
+        isinstance(error, SystemExit) and trainer.state.status == TrainerStatus.INTERRUPTED
+    ):
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # Lightning left it ignored
+        return "interrupted", KeyboardInterrupt()
+    return "failed", error
+
+
+def numbers(trainer: L.Trainer, *prefixes: str) -> dict[str, float]:
+    return {name: value.item() for name, value in trainer.callback_metrics.items() if name.startswith(prefixes)}
+
+
+def write(summary: dict, folder: Path, loggers: list) -> None:
+    """summary.json, and the same numbers to the loggers that keep a summary."""
+    plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in summary.items()}  # JSON's null
+    (folder / "summary.json").write_text(json.dumps(plain, indent=2, allow_nan=False) + "\n")
+    for logger in loggers:
+        if hasattr(logger, "log_summary"):
+            logger.log_summary({k: v for k, v in plain.items() if k != "folder"})
+
+
+def print_table(summary: dict, cfg: DictConfig) -> None:
+    choices = HydraConfig.get().runtime.choices if HydraConfig.initialized() else {}
+    title = " ".join(f"{group}={choices[group]}" for group in ("model", "task", "size") if group in choices)
+    table = Table(title=f"{title} seed={cfg.seed}: {summary['steps']} steps in {summary['seconds']:.0f} s")
+    for column in ("", "train", "val", "test", "chance"):
+        table.add_column(column, justify="left" if not column else "right")
+    for metric in ("loss", "token_accuracy", "sequence_accuracy", "perplexity", "bits_per_byte"):
+        row = [summary.get(f"{split}/{metric}") for split in ("train", "val", "test", "chance")]
+        if any(value is not None for value in row):
+            table.add_row(metric, *("" if value is None else f"{value:.4g}" for value in row))
+    table.add_section()
+    for name, value in summary.items():
+        if name.startswith(("speed/", "memory/")) and value is not None:
+            table.add_row(name, "", "", f"{value:,.4g}" if isinstance(value, float) else f"{value:,}", "")
+    console = Console()
+    console.print(table)
+    console.print(summary["folder"], soft_wrap=True, highlight=False)
+
+
+def show_batch(cfg: DictConfig) -> None:
+    """The first training batch, as the model will see it."""
+    task = build(cfg.task)
+    task.prepare_data()
+    task.setup("fit")
+    print(task.render(task.sample("train", torch.arange(task.batch_size))))
+
+
+if __name__ == "__main__":
+    composed = check_command_line(sys.argv[1:], CONF)
+    if composed is not None and composed.show == "batch":
+        show_batch(composed)
+    else:
+        main()
