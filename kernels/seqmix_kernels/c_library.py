@@ -31,7 +31,7 @@ def load(source: Path) -> ctypes.CDLL | str:
     said = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False)
     code = source.read_bytes() + (Path(__file__).parent / "vector.h").read_bytes()
     key = hashlib.sha256(repr((code, compiler, said.stdout, FLAGS, TARGETS, _cpu())).encode()).hexdigest()[:16]
-    name = f"{source.stem}-{key}.so"
+    name = f"{source.parent.name}-{key}.so"
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "seqmix"
     try:
         return ctypes.CDLL(str(folder / name))

@@ -1,0 +1,52 @@
+"""What every kernel test shares: memory that betrays an unwritten or overrun result, and a derived error budget."""
+
+import pytest
+import torch
+
+GUARD = 64  # elements before and after every tensor made by torch.empty
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Uninitialised memory is NaN, with guard zones around it that are checked at the end."""
+    made = []
+
+    def poison(make):
+        def empty(*args, **kwargs):
+            plain = make(*args, **kwargs)
+            if type(plain) is not torch.Tensor or not plain.is_floating_point() or not plain.is_contiguous():
+                return plain
+            base = torch.full((plain.numel() + 2 * GUARD,), float("nan"), dtype=plain.dtype, device=plain.device)
+            base[:GUARD] = base[-GUARD:] = 12345.0
+            made.append(base)
+            return base[GUARD : GUARD + plain.numel()].view(plain.shape)
+
+        return empty
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, poison(getattr(owner, name)))
+    yield made
+    monkeypatch.undo()
+    assert made, "nothing of ours was allocated: the test tests nothing"
+    for base in made:
+        wanted = torch.tensor(12345.0, dtype=base.dtype, device=base.device)
+        assert (base[:GUARD] == wanted).all() and (base[-GUARD:] == wanted).all(), "memory past a tensor was overwritten"
+
+
+@pytest.fixture(scope="session")
+def assert_no_worse():
+    """Our largest error, against float64, is within `factor` of torch's own in the same dtype plus its rounding unit."""
+
+    def check(ours: dict, same_dtype: dict, truth: dict, factor: float = 4.0):
+        assert ours.keys() == truth.keys()
+        for name, exact in truth.items():
+            assert ours[name].shape == exact.shape, name
+            if not exact.numel():
+                continue
+            assert ours[name].isfinite().all(), name
+            size = exact.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
+            error, budget = ((given[name].double() - exact).abs().max() / size for given in (ours, same_dtype))
+            budget = factor * (budget + torch.finfo(ours[name].dtype).eps)
+            assert error <= budget, f"{name}: error {error:.2e}, budget {budget:.2e}"
+
+    return check
