@@ -307,6 +307,17 @@ def test_documents_are_alone(assert_no_worse, impl, discretization):
     assert torch.equal(after[0, 9:], y[0, 9:]) and not torch.equal(after[0, :9], y[0, :9])
 
 
+def test_a_broken_document_leaves_the_others_whole():
+    """In the kernel a border is not a product with zero, which would let NaN through."""
+    inputs = cast(make(1, 20, 5, 3), torch.float32)
+    inputs["x"][0, :8] = float("nan")
+    leaves = {k: v.requires_grad_() for k, v in inputs.items()}
+    y, final = selective_scan(**leaves, seq_idx=torch.tensor([[0] * 8 + [1] * 12]), impl="cpu")
+    assert y[0, :8].isnan().all() and y[0, 8:].isfinite().all()
+    (y[0, 8:].sum() + final.sum()).backward()
+    assert all(leaves[k].grad[0, 8:].isfinite().all() for k in ("x", "dt", "B", "C", "z"))
+
+
 def test_packed_numbers():
     o = torch.ones(1, 8, 1)
     seq_idx = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]])
