@@ -1,0 +1,197 @@
+"""Times the fused scan on the GPU at hand, through the public operator and autograd, after checking it there.
+
+    python -m seqmix_kernels.selective_scan.bench_gpu [check] [speed] [states] [forms]
+
+check   relative error of every output and gradient against the plain recurrence in float64, on the device
+speed   the shapes of baselines.md: medians of triton.testing.do_bench, peak MiB of one call above its inputs
+states  time against N
+forms   the same shapes by plain Triton, and by Gluon with other numbers of segments
+"""
+
+import sys
+import time
+
+import torch
+import triton
+from triton.testing import do_bench
+
+from . import fused, op, reference
+
+NAMES = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state")
+SHAPES = ((8, 2048, 3072), (8, 4096, 2048), (64, 4096, 128), (32, 512, 1536), (1, 65536, 1536), (1, 131072, 2048))
+# B, L, D, N, G, dtype, options left out
+CASES = (
+    (2, 512, 128, 16, 1, torch.bfloat16, ()),
+    (2, 333, 192, 16, 1, torch.bfloat16, ("initial_state",)),
+    (3, 65, 100, 13, 1, torch.float16, ("z",)),
+    (2, 97, 72, 16, 1, torch.float32, ()),
+    (2, 64, 128, 16, 2, torch.float32, ("D", "dt_bias")),
+    (1, 200, 64, 5, 1, torch.bfloat16, ()),
+    (2, 100, 24, 33, 2, torch.float32, ()),
+    (1, 130, 16, 256, 1, torch.bfloat16, ()),
+    (1, 1, 7, 1, 1, torch.float32, ()),
+)
+
+
+def inputs(batch, length, width, n, groups=1, dtype=torch.bfloat16, without=(), seed=0, device="cuda"):
+    """x, dt, A, B, C, D, z, dt_bias, initial_state as a trained model has them: delta about 0.02, A = -1..-N."""
+    r = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape, dtype=dtype):
+        return torch.randn(*shape, generator=r, device=device, dtype=torch.float32).to(dtype)
+
+    wide, narrow = (batch, length, width), (batch, length, groups, n)
+    A = -torch.arange(1, n + 1, device=device, dtype=torch.float32).repeat(width, 1)
+    f32 = torch.float32
+    values = (
+        normal(*wide), normal(*wide), A, normal(*narrow), normal(*narrow), normal(width, dtype=f32), normal(*wide),
+        normal(width, dtype=f32) - 4, normal(batch, width, n, dtype=f32),
+    )  # fmt: skip
+    return [None if name in without else v for name, v in zip(NAMES, values, strict=True)]
+
+
+def gradients(args, run, dy, dfinal):
+    """run's outputs and the gradients of all of args, given those of the outputs."""
+    leaves = [None if t is None else t.detach().requires_grad_() for t in args]
+    y, final = run(leaves)
+    given = [t for t in leaves if t is not None]
+    return [y.detach(), final.detach(), *torch.autograd.grad((y, final), given, (dy, dfinal))]
+
+
+def errors(args, how=None, softplus=True, discretization="euler", seq_idx=None, chunk=None):
+    """Relative errors of the fused scan: {name: ||ours - true|| / ||true||}."""
+    r = torch.Generator(args[0].device).manual_seed(1)
+    dy = torch.randn(args[0].shape, generator=r, device=args[0].device).to(args[0].dtype)
+    batch, _, width = dy.shape
+    dfinal = torch.randn(batch, width, args[2].shape[1], generator=r, device=dy.device)
+
+    def true(t):
+        return reference.sequential(*t[:8], softplus, discretization, t[8], seq_idx)
+
+    double = [None if t is None else t.double() for t in args]
+    want = gradients(double, true, dy.double(), dfinal.double())
+    tensors = (*args, seq_idx)
+    settings = (softplus, discretization, chunk)
+    y, final, states, ungated = fused.forward(*tensors, *settings, how=how)
+    got = fused.backward(dy, dfinal, *tensors, states, ungated, *settings, how=how)
+    again = fused.backward(dy, dfinal, *tensors, states, ungated, *settings, how=how)
+    for name, a, b in zip(NAMES, got, again, strict=True):
+        if not torch.equal(a, b):
+            print(f"two runs differ in d{name}: {a.isnan().sum()} and {b.isnan().sum()} NaN, {(a != b).sum()} of {a.numel()}")
+    order = [got[i] for i in (0, 1, 2, 3, 4, 5, 6, 7, 8)]
+    got = [y, final, *(g for g, t in zip(order, args, strict=True) if t is not None)]
+    names = ["y", "final", *("d" + name for name, t in zip(NAMES, args, strict=True) if t is not None)]
+    return {
+        name: ((g.double() - w).norm() / w.norm()).item() for name, g, w in zip(names, got, want, strict=True)
+    }  # fmt: skip
+
+
+def check():
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True)  # torch.empty is filled with NaN: what is not written shows
+    for batch, length, width, n, groups, dtype, without in CASES:
+        args = inputs(batch, length, width, n, groups, dtype, without)
+        hows = [fused.Plan(False)]
+        if fused.gluon_why_not(args[0], n, groups, None, "euler") is None:
+            hows += [fused.Plan(True, 1), fused.Plan(True, 3)]
+        for how in hows:
+            for few in (0, 132) if how.gluon else (132,):
+                fused.SMS = few
+                e = errors(args, how)
+                worst = max(e, key=lambda k: e[k] if e[k] == e[k] else 1e9)
+                print(f"B{batch} L{length} D{width} N{n} G{groups} {str(dtype)[6:]:8s} {how} few={few}"
+                      f" worst {worst} {e[worst]:.1e} | " + " ".join(f"{k}={v:.0e}" for k, v in e.items()), flush=True)
+    fused.SMS = 132
+    for few in (0, 132):
+        fused.SMS = few
+        e = errors(inputs(2, 333, 192, 16), fused.Plan(True, 2), chunk=16)
+        print(f"chunk 16 few={few}", " ".join(f"{k}={v:.0e}" for k, v in e.items()))
+    fused.SMS = 132
+    seq = torch.tensor([0] * 30 + [1] * 70 + [2] * 20, device="cuda").repeat(2, 1)
+    e = errors(inputs(2, 120, 40, 16), seq_idx=seq)
+    print("seq_idx", " ".join(f"{k}={v:.0e}" for k, v in e.items()))
+    e = errors(inputs(2, 120, 40, 16, dtype=torch.float32), seq_idx=seq, discretization="zoh", softplus=True)
+    print("zoh, seq_idx", " ".join(f"{k}={v:.0e}" for k, v in e.items()))
+    torch.use_deterministic_algorithms(False)
+
+
+def measure(args, how=None, chunk=None):
+    """Medians in ms of forward and forward + backward, and peak MiB above the inputs of each; how: not through the op."""
+    leaves = [None if t is None else t.detach().requires_grad_() for t in args]
+    given = [t for t in leaves if t is not None]
+    dy = torch.randn_like(args[0])
+
+    def forward():
+        if how is not None:
+            return fused.forward(*args, None, True, "euler", chunk, False, how)[0]
+        with torch.no_grad():
+            return op.selective_scan(*args[:8], initial_state=args[8], chunk=chunk, impl="fused")[0]
+
+    def both():
+        if how is not None:
+            y, _, states, ungated = fused.forward(*args, None, True, "euler", chunk, True, how)
+            grads = fused.backward(dy, None, *args, None, states, ungated, True, "euler", chunk, how)
+            return y, grads
+        y, _ = op.selective_scan(*leaves[:8], initial_state=leaves[8], chunk=chunk, impl="fused")
+        return y, torch.autograd.grad(y, given, dy)
+
+    out = []
+    for f in (forward, both):
+        f()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        keep = f()
+        torch.cuda.synchronize()
+        peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+        del keep
+        out.append((do_bench(f, warmup=20, rep=150, return_mode="median"), peak))
+    return out
+
+
+def line(name, args, how=None, chunk=None):
+    (f, fp), (t, tp) = measure(args, how, chunk)
+    print(f"{name:44s} fwd {f:7.3f} ms {fp:6.0f} MiB   fwd+bwd {t:8.3f} ms {tp:6.0f} MiB", flush=True)
+
+
+def speed(shapes=SHAPES):
+    for shape in shapes:
+        args = inputs(*shape, 16, without=("initial_state",))
+        for chunk in (None, 16):
+            line(f"B{shape[0]} L{shape[1]} D{shape[2]} N16 chunk {chunk}", args, chunk=chunk)
+
+
+def states():
+    for n in (1, 4, 8, 12, 16, 32, 64, 128, 256):
+        line(f"B8 L2048 D1024 N{n}", inputs(8, 2048, 1024, n, without=("initial_state",)))
+
+
+def forms():
+    args = inputs(8, 2048, 3072, 16, without=("initial_state",))
+    line("plain B8 L2048 D3072", args, fused.Plan(False))
+    line("gluon B8 L2048 D3072, no autograd", args, fused.Plan(True))
+    for shape in SHAPES[-2:]:
+        args = inputs(*shape, 16, without=("initial_state",))
+        for segments in (16, 32, 64, 128):
+            line(f"B{shape[0]} L{shape[1]} D{shape[2]} segments {segments}", args, fused.Plan(True, segments))
+
+
+def first():
+    args = inputs(2, 256, 256, 16, without=("initial_state",))
+    start = time.perf_counter()
+    gradients(args, lambda t: op.selective_scan(*t[:8], impl="fused"), torch.ones_like(args[0]),
+              torch.zeros(2, 256, 16, device="cuda"))  # fmt: skip
+    torch.cuda.synchronize()
+    print(f"first forward + backward: {time.perf_counter() - start:.1f} s")
+
+
+def main(parts):
+    print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__)
+    torch.zeros(1, device="cuda")
+    first()
+    for part in parts or ("check", "speed"):
+        {"check": check, "speed": speed, "states": states, "forms": forms}[part]()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,741 @@
+# ruff: noqa: RUF005 (the compiler's front end knows tuple concatenation, not unpacking)
+"""The selective scan for Hopper in Gluon: the design of triton_kernels.py with every layout chosen by hand. N up to 16.
+
+Same contract and the same saved states as the plain form, so forward and backward of the two can be mixed.
+
+A CTA owns BD = 64 channels of one segment of one batch row (4 warps, 16 channels each) and walks it in tiles of T
+steps, serially: 32 forward, 16 backward. The states live in registers. Three kinds of layout:
+  lay   [NP, BD], the recurrence. Forward: 8 states x 1 channel a thread, two lanes a channel: y costs one shuffle.
+        Backward: 4 states x 2 channels, lane bits 0-1 over states and 2-4 over channels: half as many partial sums of
+        dB and dC. Its slices read rows of shared memory: B, C as 128-bit broadcasts, (delta, delta x) as pairs.
+  lt    [T, BD], elementwise work and global memory: 8 neighbouring channels of one step a thread (128-bit accesses).
+  shared memory between the two: `layouts()` picks bit patterns that keep both sides free of bank conflicts.
+A tile: (1) in lt: softplus, delta x, the gate -> fp32 shared memory; (2) in lay: the steps; (3) in lt: the rest, store.
+
+The backward takes a chunk of NT = 1 or 2 tiles from its saved state, last tile first. One forward sweep over the chunk
+keeps the state before every group of S = 4 steps in shared memory; then each group, last to first, is run forward
+again with all decays and states in registers, then backward: 1.9 exponentials a state, none in the reverse direction.
+Sums over states end in `quad_sum`: four values over four lanes with three shuffles. dB, dC: summed over a thread's two
+channels, partials to shared memory, summed over the CTA, written (rows, steps, blocks, 2 N), added up by reduce_bc_kernel.
+
+Gluon adds a barrier after every store to a shared buffer that is touched again, also in another row: so values of several
+steps are stacked in registers (join, permute, reshape cost nothing) and stored once.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+MAGIC = gl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves the rounded integer in the low mantissa bits
+NP = gl.constexpr(16)  # states, padded
+BD = gl.constexpr(64)  # channels of a CTA
+NW = gl.constexpr(4)  # its warps
+TF = gl.constexpr(32)  # steps of a tile, forward
+TB = gl.constexpr(16)  # steps of a tile, backward
+S = gl.constexpr(4)  # steps whose states and decays the backward holds in registers
+
+
+def _layouts(T, one_channel=False):
+    """Layouts of tiles of T steps. Shared ones are lists of bases: bit i of the offset -> coordinates (xor of bases)."""
+
+    def bits(v):
+        return v.bit_length() - 1
+
+    # registers: [BD, 2] with (delta, delta x) and 2 channels a thread, lane bits 0-1 broadcast
+    warps = [[16, 0], [32, 0]]
+    lp = gl.DistributedLinearLayout([[0, 1], [1, 0]], [[0, 0], [0, 0], [2, 0], [4, 0], [8, 0]], warps, [], [64, 2])
+    if one_channel:  # the forward's: lane bits 0-3 over channels
+        lp = gl.DistributedLinearLayout([[0, 1]], [[1, 0], [2, 0], [4, 0], [8, 0], [0, 0]], warps, [], [64, 2])
+    # shared: pairs; 16-byte chunks xored by higher channel bits, so that 8-channel writers hit all banks
+    ch = [1, 2, 4, 8, 16 ^ 2, 32 ^ 4]
+    tb = [1 << i for i in range(bits(T))]
+    sp2 = gl.SharedLinearLayout([[0, 1]] + [[v, 0] for v in ch])
+    sp3 = gl.SharedLinearLayout([[0, 0, 1]] + [[0, v, 0] for v in ch] + [[v, 0, 0] for v in tb])
+    # shared: a thread's own slots for its states, neighbouring threads 16 bytes apart
+    dd = [[0, 1 << i] for i in range(6)]
+    shl = gl.SharedLinearLayout([[1, 0], [2, 0], [4, 0], [8, 0]] + dd[1:4] + dd[:1] + dd[4:])
+    c = [1, 2, 4, 8, 16, 32 ^ 4]
+    sw1 = gl.SharedLinearLayout([[v] for v in c])
+    sw2 = gl.SharedLinearLayout([[0, v] for v in c] + [[v, 0] for v in tb])
+    return [gl.constexpr(v) for v in (lp, sp2, sp3, shl, sw1, sw2)]
+
+
+# globals, not arguments: a launch would turn each argument into a string for its cache key
+F_LP, F_SP2, F_SP3 = _layouts(32, True)[:3]
+B_LP, B_SP2, B_SP3, B_SHL, B_SW1, B_SW2 = _layouts(16)
+
+
+@gluon.jit
+def ex2(x):
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def rcp(x):
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def shfl1(x):
+    return gl.inline_asm_elementwise(
+        "shfl.sync.bfly.b32 $0, $1, 1, 0x1f, 0xffffffff;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def shfl2(x):
+    return gl.inline_asm_elementwise(
+        "shfl.sync.bfly.b32 $0, $1, 2, 0x1f, 0xffffffff;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def prefetch(p):
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [p], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def softplus(x, FINE: gl.constexpr):
+    """max(x, 0) + log1p(exp(-|x|)); log1p(u) = 2 atanh(u / (2 + u)), cut at 2e-6, FINE at 1e-8 of itself."""
+    u = ex2(gl.abs(x) * -LOG2E)
+    s = u * rcp(2.0 + u)
+    r = s * s
+    if FINE:
+        p = 0.142857143 + r * (0.111111111 + r * (0.0909090909 + r * 0.0769230769))
+    else:
+        p = 0.142857143 + r * 0.111111111
+    p = 1.0 + r * (0.33333333 + r * (0.2 + r * p))
+    return gl.where(x > 0, x, 0.0) + 2.0 * s * p
+
+
+@gluon.jit
+def softplus_slope(delta, FINE: gl.constexpr):
+    """sigmoid(x) = 1 - exp(-delta) where delta = softplus(x). FINE: without the cancellation at small delta."""
+    f = 1.0 - ex2(delta * -LOG2E)
+    if FINE:
+        f = gl.where(delta < 0.125, delta * (1.0 - delta * (0.5 - delta * (0.16666667 - delta * (0.041666667
+            - delta * 0.0083333333)))), f)  # fmt: skip
+    return f
+
+
+@gluon.jit
+def part_n(v):
+    """[16, BD] -> [4, BD]: sum over the 4 states that a thread holds; axis 0 is lane bits 0-1."""
+    return gl.sum(gl.reshape(v, [4, 4, v.shape[1]]), axis=1)
+
+
+@gluon.jit
+def quad_sum(a, b):
+    """Two [4, BD] tensors of per-lane parts -> [2, BD], row 0 = sum of a, row 1 = sum of b, over the four lanes.
+    A butterfly that halves what a lane holds at each step: 4 values (2 channels of a, 2 of b) with 3 shuffles."""
+    a0, a1 = gl.split(gl.reshape(a, [4, BD // 2, 2]))
+    b0, b1 = gl.split(gl.reshape(b, [4, BD // 2, 2]))
+    j = gl.arange(0, 4, layout=gl.SliceLayout(1, a0.type.layout))[:, None]
+    c1 = (j & 1) == 1
+    c2 = (j & 2) == 2
+    u = gl.where(c1, a1, a0) + shfl1(gl.where(c1, a0, a1))
+    v = gl.where(c1, b1, b0) + shfl1(gl.where(c1, b0, b1))
+    r = gl.where(c2, v, u) + shfl2(gl.where(c2, u, v))
+    return gl.reshape(gl.permute(gl.reshape(r, [2, 2, BD // 2]), [0, 2, 1]), [2, BD])
+
+
+@gluon.jit
+def stack2(a, b):
+    """2 tensors [P, Q] -> [2 P, Q], registers only."""
+    P: gl.constexpr = a.shape[0]
+    Q: gl.constexpr = a.shape[1]
+    return gl.reshape(gl.permute(gl.join(a, b), [2, 0, 1]), [2 * P, Q])
+
+
+@gluon.jit
+def stack4(xs):
+    """4 tensors [P, Q] -> [4 P, Q], registers only: one shared-memory store (one barrier) instead of four."""
+    r = gl.join(gl.join(xs[0], xs[2]), gl.join(xs[1], xs[3]))
+    P: gl.constexpr = xs[0].shape[0]
+    Q: gl.constexpr = xs[0].shape[1]
+    return gl.reshape(gl.permute(gl.reshape(r, [P, Q, 4]), [2, 0, 1]), [4 * P, Q])
+
+
+@gluon.jit
+def stack4p(xs):
+    """4 tensors [N, P] -> [4, P, N]"""
+    r = gl.join(gl.join(xs[0], xs[2]), gl.join(xs[1], xs[3]))
+    return gl.permute(gl.reshape(r, [xs[0].shape[0], xs[0].shape[1], 4]), [2, 1, 0])
+
+
+@gluon.jit
+def stack32(xs):
+    """32 tensors [BD] -> [32, BD], registers only."""
+    y16 = ()
+    for i in gl.static_range(16):
+        y16 = y16 + (gl.join(xs[i], xs[i + 16]),)
+    y8 = ()
+    for i in gl.static_range(8):
+        y8 = y8 + (gl.join(y16[i], y16[i + 8]),)
+    y4 = ()
+    for i in gl.static_range(4):
+        y4 = y4 + (gl.join(y8[i], y8[i + 4]),)
+    r = gl.join(gl.join(y4[0], y4[2]), gl.join(y4[1], y4[3]))
+    return gl.permute(gl.reshape(r, [xs[0].shape[0], 32]), [1, 0])
+
+
+@gluon.jit
+def pair_load(smem, lp: gl.constexpr, ld: gl.constexpr):
+    """delta and delta x of a step: one 64-bit read a channel (128-bit for a thread with two)."""
+    a, b = gl.split(smem.load(lp))
+    return gl.convert_layout(a, ld, assert_trivial=True), gl.convert_layout(b, ld, assert_trivial=True)
+
+
+@gluon.jit
+def load_tile(p, offs, tv, cv, t0, L, D, EVEN: gl.constexpr):
+    """A tile at p + offs, zeros past step L and column D (for B and C the columns are states)."""
+    if EVEN:
+        return gl.load(p + offs)
+    else:
+        return gl.load(p + offs, mask=(tv + t0 < L)[:, None] & (cv < D)[None, :], other=0.0)
+
+
+@gluon.jit
+def save_state(ptr, h, n, d, N: gl.constexpr, D, BFP: gl.constexpr, EVEN_D: gl.constexpr):
+    """One saved state; ptr points at [0, 0] of its (N or N + 1, D) block."""
+    dm = d < D
+    mask = (n < N)[:, None] & dm[None, :]
+    if BFP:
+        m = gl.max(h.to(gl.int32, bitcast=True) & 0x7FFFFFFF, axis=0) >> 23  # exponent of the largest; 255: not finite
+        e = gl.maximum(m, 14)
+        scale = ((268 - gl.minimum(e, 254)) << 23).to(gl.float32, bitcast=True)  # 2^(141 - e): |h| scale <= 2^15
+        v = gl.minimum(gl.maximum(h * scale[None, :], -32767.0), 32767.0)
+        q = (v + MAGIC).to(gl.int32, bitcast=True).to(gl.int16)
+        if N == NP and EVEN_D:
+            gl.store(ptr + n[:, None] * D + d[None, :], q)
+            gl.store(ptr + N * D + d, e.to(gl.int16))
+        else:
+            gl.store(ptr + n[:, None] * D + d[None, :], q, mask=mask)
+            gl.store(ptr + N * D + d, e.to(gl.int16), mask=dm)
+    else:
+        gl.store(ptr + n[:, None] * D + d[None, :], h, mask=mask)
+
+
+@gluon.jit
+def load_state(ptr, n, d, N: gl.constexpr, D, BFP: gl.constexpr):
+    dm = d < D
+    h = gl.load(ptr + n[:, None] * D + d[None, :], mask=(n < N)[:, None] & dm[None, :], other=0).to(gl.float32)
+    if BFP:
+        e = gl.load(ptr + N * D + d, mask=dm, other=14).to(gl.int32)
+        f = ((e - 14) << 23).to(gl.float32, bitcast=True)
+        h = h * gl.where(e == 255, float("nan"), f)[None, :]
+    return h
+
+
+@gluon.jit
+def fwd_kernel(
+    x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, bias_ptr, ini_ptr, y_ptr, hT_ptr, hs_ptr,
+    L, D, DG, LS, SEG, sxb, sxl, stb, stl, szb, szl, sBb, sBl, sBg, sCb, sCl, sCg,
+    N: gl.constexpr, K: gl.constexpr, HAS_D: gl.constexpr, HAS_Z: gl.constexpr,
+    HAS_BIAS: gl.constexpr, HAS_INI: gl.constexpr, SOFTPLUS: gl.constexpr, SAVE: gl.constexpr, BFP: gl.constexpr,
+    EVEN_L: gl.constexpr, EVEN_D: gl.constexpr,
+):  # fmt: skip
+    """Segment of LS steps. ini (rows, SEG, N, D): the state that comes in; hT (rows, D, N): the last one."""
+    T: gl.constexpr = TF
+    FINE: gl.constexpr = x_ptr.dtype.element_ty == gl.float32
+    EVEN: gl.constexpr = EVEN_L and EVEN_D
+    EVEN_B: gl.constexpr = EVEN_L and N == NP
+    lay: gl.constexpr = gl.BlockedLayout([8, 1], [2, 16], [1, NW], [1, 0])
+    ld: gl.constexpr = gl.SliceLayout(0, lay)
+    ln: gl.constexpr = gl.SliceLayout(1, lay)
+    lt: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BD, BD // 8], [NW, 1], [1, 0])
+    lb: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [NW, 1], [1, 0])
+    s1: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    s2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    pid_d = gl.program_id(0)
+    b = gl.program_id(1).to(gl.int64)
+    seg = gl.program_id(2)
+    d = pid_d * BD + gl.arange(0, BD, layout=ld)
+    n = gl.arange(0, NP, layout=ln)
+    m2 = (n < N)[:, None] & (d < D)[None, :]
+    A = gl.load(A_ptr + d[None, :] * N + n[:, None], mask=m2, other=0.0) * LOG2E
+    dv = pid_d * BD + gl.arange(0, BD, layout=gl.SliceLayout(0, lt))
+    tv = gl.arange(0, T, layout=gl.SliceLayout(1, lt))
+    bias = gl.zeros([BD], gl.float32, layout=gl.SliceLayout(0, lt))
+    Dv = bias
+    if HAS_D:
+        Dv = gl.load(D_ptr + dv, mask=dv < D, other=0.0)
+    if HAS_BIAS:
+        bias = gl.load(bias_ptr + dv, mask=dv < D, other=0.0)
+    offx = tv[:, None] * sxl + dv[None, :]
+    offt = tv[:, None] * stl + dv[None, :]
+    offz = tv[:, None] * szl + dv[None, :]
+    offy = tv[:, None] * D + dv[None, :]
+    tb = gl.arange(0, T, layout=gl.SliceLayout(1, lb))
+    nb = gl.arange(0, NP, layout=gl.SliceLayout(0, lb))
+    offB = tb[:, None] * sBl + nb[None, :]
+    offC = tb[:, None] * sCl + nb[None, :]
+    g = (pid_d * BD) // DG
+    xp = x_ptr + b * sxb
+    tp = dt_ptr + b * stb
+    zp = z_ptr + b * szb
+    yp = y_ptr + b * L * D
+    Bp = B_ptr + b * sBb + g * sBg
+    Cp = C_ptr + b * sCb + g * sCg
+    dS = gl.allocate_shared_memory(gl.float32, [T, BD, 2], F_SP2)  # delta, delta x
+    BS = gl.allocate_shared_memory(gl.float32, [T, NP], s1)
+    CS = gl.allocate_shared_memory(gl.float32, [T, NP], s1)
+    yS = gl.allocate_shared_memory(gl.float32, [T, BD], s1)
+    h = gl.zeros([NP, BD], gl.float32, layout=lay)
+    if HAS_INI:
+        h = gl.load(ini_ptr + ((b * SEG + seg) * N + n[:, None]) * D + d[None, :], mask=m2, other=0.0)
+    R: gl.constexpr = N + 1 if BFP else N
+    hp = hs_ptr + b * ((L + K - 1) // K) * R * D
+    lo = seg * LS
+    hi = gl.minimum(lo + LS, L)
+    t = lo.to(gl.int64)
+    xr = load_tile(xp + t * sxl, offx, tv, dv, lo, L, D, EVEN)
+    dr = load_tile(tp + t * stl, offt, tv, dv, lo, L, D, EVEN)
+    zr = xr
+    if HAS_Z:
+        zr = load_tile(zp + t * szl, offz, tv, dv, lo, L, D, EVEN)
+    Br = load_tile(Bp + t * sBl, offB, tb, nb, lo, L, N, EVEN_B)
+    Cr = load_tile(Cp + t * sCl, offC, tb, nb, lo, L, N, EVEN_B)
+    for t0 in range(lo, hi, T):
+        xv = xr.to(gl.float32)
+        delta = dr.to(gl.float32) + bias[None, :]
+        if SOFTPLUS:
+            delta = softplus(delta, FINE)
+        if not EVEN_L:  # past the end: decay 1, input 0 (masked after softplus)
+            delta = gl.where((tv + t0 < L)[:, None], delta, 0.0)
+        zc = zr
+        xc = xr
+        dS._reinterpret(gl.float32, [T, BD, 2], F_SP3).store(gl.join(delta, delta * xv))
+        BS._reinterpret(gl.float32, [T, NP], s2).store(Br.to(gl.float32))
+        CS._reinterpret(gl.float32, [T, NP], s2).store(Cr.to(gl.float32))
+        tn = gl.where(t0 + T < hi, t0 + T, t0)  # fetched meanwhile
+        t = tn.to(gl.int64)
+        xr = load_tile(xp + t * sxl, offx, tv, dv, tn, L, D, EVEN)
+        dr = load_tile(tp + t * stl, offt, tv, dv, tn, L, D, EVEN)
+        zr = xr
+        if HAS_Z:
+            zr = load_tile(zp + t * szl, offz, tv, dv, tn, L, D, EVEN)
+        Br = load_tile(Bp + t * sBl, offB, tb, nb, tn, L, N, EVEN_B)
+        Cr = load_tile(Cp + t * sCl, offC, tb, nb, tn, L, N, EVEN_B)
+        ys = ()
+        for u in gl.static_range(T):
+            if SAVE and u % K == 0:
+                if EVEN_L or u == 0:
+                    save_state(hp + (b * 0 + (t0 + u) // K) * R * D, h, n, d, N, D, BFP, EVEN_D)
+                elif t0 + u < L:
+                    save_state(hp + (b * 0 + (t0 + u) // K) * R * D, h, n, d, N, D, BFP, EVEN_D)
+            du, uu = pair_load(dS.index(u), F_LP, ld)
+            Bu = BS.index(u).load(ln)
+            Cu = CS.index(u).load(ln)
+            a = ex2(du[None, :] * A)
+            h = a * h + Bu[:, None] * uu[None, :]
+            ys = ys + (gl.sum(Cu[:, None] * h, axis=0),)
+        yS._reinterpret(gl.float32, [T, BD], s2).store(stack32(ys))
+        y = yS._reinterpret(gl.float32, [T, BD], s2).load(lt)
+        if HAS_D:
+            y = y + Dv[None, :] * xc.to(gl.float32)
+        if HAS_Z:
+            zf = zc.to(gl.float32)
+            y = y * zf * rcp(1.0 + ex2(zf * -LOG2E))
+        q = yp + (b * 0 + t0) * D
+        if EVEN:
+            gl.store(q + offy, y.to(y_ptr.dtype.element_ty))
+        else:
+            gl.store(q + offy, y.to(y_ptr.dtype.element_ty), mask=(tv + t0 < L)[:, None] & (dv < D)[None, :])
+    if hi == L:
+        gl.store(hT_ptr + (b * D + d[None, :]) * N + n[:, None], h, mask=m2)
+
+
+@gluon.jit
+def carry_kernel(
+    x_ptr, dt_ptr, A_ptr, B_ptr, z_ptr, bias_ptr, end_ptr, sum_ptr,
+    L, D, DG, LS, SEG, sxb, sxl, stb, stl, szb, szl, sBb, sBl, sBg,
+    N: gl.constexpr, REV: gl.constexpr, HAS_Z: gl.constexpr, HAS_BIAS: gl.constexpr,
+    SOFTPLUS: gl.constexpr, EVEN_L: gl.constexpr, EVEN_D: gl.constexpr,
+):  # fmt: skip
+    """State at the end of each segment, started from zero, and the segment's sum of delta. REV: the adjoint's carry,
+    walked backwards (x is then dy, B is C). One more pass over the exponentials: for when there are too few CTAs."""
+    T: gl.constexpr = TB
+    FINE: gl.constexpr = x_ptr.dtype.element_ty == gl.float32
+    EVEN: gl.constexpr = EVEN_L and EVEN_D
+    EVEN_B: gl.constexpr = EVEN_L and N == NP
+    lay: gl.constexpr = gl.BlockedLayout([4, 2], [4, 8], [1, NW], [0, 1])
+    ld: gl.constexpr = gl.SliceLayout(0, lay)
+    ln: gl.constexpr = gl.SliceLayout(1, lay)
+    lt: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BD, BD // 8], [NW, 1], [1, 0])
+    lb: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [NW, 1], [1, 0])
+    s1: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    s2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    pid_d = gl.program_id(0)
+    b = gl.program_id(1).to(gl.int64)
+    seg = gl.program_id(2)
+    d = pid_d * BD + gl.arange(0, BD, layout=ld)
+    n = gl.arange(0, NP, layout=ln)
+    m2 = (n < N)[:, None] & (d < D)[None, :]
+    A = gl.load(A_ptr + d[None, :] * N + n[:, None], mask=m2, other=0.0) * LOG2E
+    dv = pid_d * BD + gl.arange(0, BD, layout=gl.SliceLayout(0, lt))
+    tv = gl.arange(0, T, layout=gl.SliceLayout(1, lt))
+    bias = gl.zeros([BD], gl.float32, layout=gl.SliceLayout(0, lt))
+    if HAS_BIAS:
+        bias = gl.load(bias_ptr + dv, mask=dv < D, other=0.0)
+    offx = tv[:, None] * sxl + dv[None, :]
+    offt = tv[:, None] * stl + dv[None, :]
+    offz = tv[:, None] * szl + dv[None, :]
+    tb = gl.arange(0, T, layout=gl.SliceLayout(1, lb))
+    nb = gl.arange(0, NP, layout=gl.SliceLayout(0, lb))
+    offB = tb[:, None] * sBl + nb[None, :]
+    xp = x_ptr + b * sxb
+    tp = dt_ptr + b * stb
+    zp = z_ptr + b * szb
+    Bp = B_ptr + b * sBb + (pid_d * BD) // DG * sBg
+    dS = gl.allocate_shared_memory(gl.float32, [T, BD, 2], B_SP2)
+    BS = gl.allocate_shared_memory(gl.float32, [T, NP], s1)
+    h = gl.zeros([NP, BD], gl.float32, layout=lay)
+    sd = gl.zeros([BD], gl.float32, layout=ld)
+    for i in range(0, LS, T):
+        if REV:
+            t0 = seg * LS + LS - T - i
+        else:
+            t0 = seg * LS + i
+        t = t0.to(gl.int64)
+        if EVEN_L or t0 < L:
+            xv = load_tile(xp + t * sxl, offx, tv, dv, t0, L, D, EVEN).to(gl.float32)
+            delta = load_tile(tp + t * stl, offt, tv, dv, t0, L, D, EVEN).to(gl.float32) + bias[None, :]
+            Br = load_tile(Bp + t * sBl, offB, tb, nb, t0, L, N, EVEN_B)
+            if SOFTPLUS:
+                delta = softplus(delta, FINE)
+            if not EVEN_L:
+                delta = gl.where((tv + t0 < L)[:, None], delta, 0.0)
+            if REV:
+                uv = xv
+                if HAS_Z:
+                    zf = load_tile(zp + t * szl, offz, tv, dv, t0, L, D, EVEN).to(gl.float32)
+                    uv = xv * zf * rcp(1.0 + ex2(zf * -LOG2E))
+            else:
+                uv = delta * xv
+            dS._reinterpret(gl.float32, [T, BD, 2], B_SP3).store(gl.join(delta, uv))
+            BS._reinterpret(gl.float32, [T, NP], s2).store(Br.to(gl.float32))
+            for r in gl.static_range(T):
+                du, uu = pair_load(dS.index(T - 1 - r if REV else r), B_LP, ld)
+                Bu = BS.index(T - 1 - r if REV else r).load(ln)
+                sd += du
+                if REV:
+                    h = ex2(du[None, :] * A) * (h + Bu[:, None] * uu[None, :])
+                else:
+                    h = ex2(du[None, :] * A) * h + Bu[:, None] * uu[None, :]
+    row = b * SEG + seg
+    gl.store(end_ptr + (row * N + n[:, None]) * D + d[None, :], h, mask=m2)
+    gl.store(sum_ptr + row * D + d, sd, mask=d < D)
+
+
+@gluon.jit
+def steps(h, A, dS, BS, g, ld: gl.constexpr, ln: gl.constexpr):
+    """The state after the S steps of group g."""
+    for s in gl.static_range(S):
+        du, uu = pair_load(dS.index(g * S + s), B_LP, ld)
+        Bu = BS.index(g * S + s).load(ln)
+        h = ex2(du[None, :] * A) * h + Bu[:, None] * uu[None, :]
+    return h
+
+
+@gluon.jit
+def bwd_kernel(
+    dy_ptr, x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, bias_ptr, hs_ptr, adj_ptr,
+    dx_ptr, ddt_ptr, dz_ptr, pbc_ptr, sum_ptr,
+    L, P0, PL, D, DG, ND, LS, SEG, sgb, sgl, sxb, sxl, stb, stl, szb, szl, sBb, sBl, sBg, sCb, sCl, sCg,
+    N: gl.constexpr, NT: gl.constexpr, HAS_D: gl.constexpr, HAS_Z: gl.constexpr,
+    HAS_BIAS: gl.constexpr, SOFTPLUS: gl.constexpr, BFP: gl.constexpr, EVEN_L: gl.constexpr, EVEN_D: gl.constexpr,
+    PRE: gl.constexpr,
+):  # fmt: skip
+    """Steps P0 to P0 + PL (multiples of K = NT T) of each segment, last to first.
+    adj (rows, N, D): what later steps hand to the state at the end of the range; replaced by the same for its beginning.
+    sum (rows, N + 2, D): dA, dD, ddt_bias are added to it. pbc (rows, PL, ND, 2 N): this CTA's share of dB and dC.
+    PRE = 0: 168 registers, three CTAs an SM, the next chunk prefetched into L2. PRE = 1: 255 registers, two CTAs an
+    SM, the next tile loaded into registers; the faster one where there are at most two CTAs for each SM."""
+    T: gl.constexpr = TB
+    f32: gl.constexpr = gl.float32
+    FINE: gl.constexpr = x_ptr.dtype.element_ty == gl.float32
+    EVEN: gl.constexpr = EVEN_L and EVEN_D
+    EVEN_B: gl.constexpr = EVEN_L and N == NP
+    K: gl.constexpr = NT * T
+    G: gl.constexpr = T // S
+    P: gl.constexpr = 8 * NW
+    lay: gl.constexpr = gl.BlockedLayout([4, 2], [4, 8], [1, NW], [0, 1])
+    ld: gl.constexpr = gl.SliceLayout(0, lay)
+    ln: gl.constexpr = gl.SliceLayout(1, lay)
+    lt: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BD, BD // 8], [NW, 1], [1, 0])
+    l2: gl.constexpr = gl.BlockedLayout([1, 2, 8], [1, 256 // BD, BD // 8], [NW, 1, 1], [2, 1, 0])
+    ly: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 256 // BD, BD // 8], [NW, 1, 1], [2, 1, 0])
+    lb: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [NW, 1], [1, 0])
+    lr: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 4, 8], [NW, 1, 1], [2, 1, 0])
+    lj: gl.constexpr = gl.BlockedLayout([1, 8, 2], [256 // BD, BD // 8, 1], [NW, 1, 1], [2, 1, 0])
+    lq: gl.constexpr = gl.BlockedLayout([1], [32], [NW], [0])
+    s1: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    s2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    s3: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    sy: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 2, [1, 0])
+    st: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 2, [2, 1, 0])
+    pid_d = gl.program_id(0)
+    b = gl.program_id(1).to(gl.int64)
+    seg = gl.program_id(2)
+    row = b * SEG + seg
+    d = pid_d * BD + gl.arange(0, BD, layout=ld)
+    n = gl.arange(0, NP, layout=ln)
+    m2 = (n < N)[:, None] & (d < D)[None, :]
+    A = gl.load(A_ptr + d[None, :] * N + n[:, None], mask=m2, other=0.0) * LOG2E
+    dv = pid_d * BD + gl.arange(0, BD, layout=gl.SliceLayout(0, lt))
+    tv = gl.arange(0, T, layout=gl.SliceLayout(1, lt))
+    Dv = gl.zeros([BD], f32, layout=gl.SliceLayout(0, lt))
+    bias = Dv
+    if HAS_D:
+        Dv = gl.load(D_ptr + dv, mask=dv < D, other=0.0)
+    if HAS_BIAS:
+        bias = gl.load(bias_ptr + dv, mask=dv < D, other=0.0)
+    offg = tv[:, None] * sgl + dv[None, :]
+    offx = tv[:, None] * sxl + dv[None, :]
+    offt = tv[:, None] * stl + dv[None, :]
+    offz = tv[:, None] * szl + dv[None, :]
+    offo = tv[:, None] * D + dv[None, :]
+    tb = gl.arange(0, T, layout=gl.SliceLayout(1, lb))
+    nb = gl.arange(0, NP, layout=gl.SliceLayout(0, lb))
+    offB = tb[:, None] * sBl + nb[None, :]
+    offC = tb[:, None] * sCl + nb[None, :]
+    g0 = (pid_d * BD) // DG
+    gp = dy_ptr + b * sgb
+    xp = x_ptr + b * sxb
+    tp = dt_ptr + b * stb
+    zp = z_ptr + b * szb
+    Bp = B_ptr + b * sBb + g0 * sBg
+    Cp = C_ptr + b * sCb + g0 * sCg
+    ob = b * L * D
+    rs = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(1, lr)))
+    rn = gl.arange(0, NP, layout=gl.SliceLayout(0, gl.SliceLayout(1, lr)))
+    pp = pbc_ptr + (row * PL * ND + pid_d) * (2 * N)
+    pp += ((rs // 2) * ND * (2 * N) + (rs % 2) * N)[:, None] + rn[None, :]
+    dS = gl.allocate_shared_memory(f32, [T, BD, 2], B_SP2)  # delta, delta x
+    gS = gl.allocate_shared_memory(f32, [T, BD], B_SW1)  # dy silu(z)
+    zS = gl.allocate_shared_memory(f32, [T, BD], B_SW2)  # dy silu'(z)
+    BS = gl.allocate_shared_memory(f32, [T, NP], s1)
+    CS = gl.allocate_shared_memory(f32, [T, NP], s1)
+    # the state before each group; once the group is done: rows 0-7 the sums over n of g B and of a g h_{t-1} A, a pair a
+    # step, rows 8-11 y
+    hS = gl.allocate_shared_memory(f32, [NT * G, NP, BD], B_SHL)
+    rS = hS._reinterpret(f32, [NT * G, NP, BD], sy)
+    p0 = gl.allocate_shared_memory(f32, [4, P, NP], s3)  # partial dB, dC of two steps
+    p1 = gl.allocate_shared_memory(f32, [4, P, NP], s3)
+    dA = gl.zeros([NP, BD], f32, layout=lay)
+    dD = gl.zeros([T, BD], f32, layout=lt)
+    db = gl.zeros([T, BD], f32, layout=lt)
+    if not PRE:  # these sums wait in shared memory, or they would be spilled
+        aS = gl.allocate_shared_memory(f32, [T, BD], B_SW2)
+        bS = gl.allocate_shared_memory(f32, [T, BD], B_SW2)
+        aS.store(dD)
+        bS.store(db)
+    R: gl.constexpr = N + 1 if BFP else N
+    hp = hs_ptr + b * ((L + K - 1) // K) * R * D
+    ap = adj_ptr + (row * N + n[:, None]) * D + d[None, :]
+    gc = gl.load(ap, mask=m2, other=0.0)
+    first = seg * LS + P0
+    tiles = (gl.maximum(gl.minimum(gl.minimum(first + PL, seg * LS + LS), L) - first, 0) + K - 1) // K * NT
+    h = gl.zeros([NP, BD], f32, layout=lay)
+    if PRE:
+        t0 = first + gl.maximum(tiles - NT, 0) * T
+        t = t0.to(gl.int64)
+        xr = load_tile(xp + t * sxl, offx, tv, dv, t0, L, D, EVEN)
+        dr = load_tile(tp + t * stl, offt, tv, dv, t0, L, D, EVEN)
+        gr = load_tile(gp + t * sgl, offg, tv, dv, t0, L, D, EVEN)
+        zr = xr
+        if HAS_Z:
+            zr = load_tile(zp + t * szl, offz, tv, dv, t0, L, D, EVEN)
+        Br = load_tile(Bp + t * sBl, offB, tb, nb, t0, L, N, EVEN_B)
+        Cr = load_tile(Cp + t * sCl, offC, tb, nb, t0, L, N, EVEN_B)
+    for kk in range(0, tiles):
+        k = tiles - 1 - kk
+        t0 = first + k * T
+        top = k % NT == NT - 1
+        if top:  # a new chunk: its saved state, and a sweep over all its tiles but this one
+            h = load_state(hp + (b * 0 + t0 // K) * R * D, n, d, N, D, BFP)
+            if NT == 2:
+                t1 = t0 - T
+                if not PRE:
+                    t = t1.to(gl.int64)
+                    xr = load_tile(xp + t * sxl, offx, tv, dv, t1, L, D, EVEN)
+                    dr = load_tile(tp + t * stl, offt, tv, dv, t1, L, D, EVEN)
+                    Br = load_tile(Bp + t * sBl, offB, tb, nb, t1, L, N, EVEN_B)
+                delta = dr.to(f32) + bias[None, :]
+                if SOFTPLUS:
+                    delta = softplus(delta, FINE)
+                if not EVEN_L:
+                    delta = gl.where((tv + t1 < L)[:, None], delta, 0.0)
+                dS._reinterpret(f32, [T, BD, 2], B_SP3).store(gl.join(delta, delta * xr.to(f32)))
+                BS._reinterpret(f32, [T, NP], s2).store(Br.to(f32))
+                if PRE:
+                    t = t0.to(gl.int64)
+                    xr = load_tile(xp + t * sxl, offx, tv, dv, t0, L, D, EVEN)
+                    dr = load_tile(tp + t * stl, offt, tv, dv, t0, L, D, EVEN)
+                    gr = load_tile(gp + t * sgl, offg, tv, dv, t0, L, D, EVEN)
+                    zr = xr
+                    if HAS_Z:
+                        zr = load_tile(zp + t * szl, offz, tv, dv, t0, L, D, EVEN)
+                    Br = load_tile(Bp + t * sBl, offB, tb, nb, t0, L, N, EVEN_B)
+                    Cr = load_tile(Cp + t * sCl, offC, tb, nb, t0, L, N, EVEN_B)
+                for g in range(0, G):
+                    hS.index(g).store(h)
+                    h = steps(h, A, dS, BS, g, ld, ln)
+        if not PRE:
+            t = t0.to(gl.int64)
+            dr = load_tile(tp + t * stl, offt, tv, dv, t0, L, D, EVEN)
+            xr = load_tile(xp + t * sxl, offx, tv, dv, t0, L, D, EVEN)
+            gr = load_tile(gp + t * sgl, offg, tv, dv, t0, L, D, EVEN)
+            zr = xr
+            if HAS_Z:
+                zr = load_tile(zp + t * szl, offz, tv, dv, t0, L, D, EVEN)
+            Br = load_tile(Bp + t * sBl, offB, tb, nb, t0, L, N, EVEN_B)
+            Cr = load_tile(Cp + t * sCl, offC, tb, nb, t0, L, N, EVEN_B)
+            if k % NT == 0 and k > 0:  # the next chunk
+                c = (t0 - K).to(gl.int64) + gl.arange(0, K, layout=lq)
+                prefetch(xp + c * sxl + pid_d * BD)
+                prefetch(tp + c * stl + pid_d * BD)
+                prefetch(gp + c * sgl + pid_d * BD)
+                if HAS_Z:
+                    prefetch(zp + c * szl + pid_d * BD)
+                prefetch(hp + (b * 0 + t0 // K - 1) * R * D + gl.arange(0, NP, layout=lq) % R * D + pid_d * BD)
+        xc = xr
+        xv = xr.to(f32)
+        gy = gr.to(f32)
+        if HAS_Z:
+            zf = zr.to(f32)
+            sg = rcp(1.0 + ex2(zf * -LOG2E))
+            sl = zf * sg
+            zS.store(gy * (sg + sl * (1.0 - sg)))
+            gy = gy * sl
+        delta = dr.to(f32) + bias[None, :]
+        if SOFTPLUS:
+            delta = softplus(delta, FINE)
+        if not EVEN_L:
+            delta = gl.where((tv + t0 < L)[:, None], delta, 0.0)
+        dS._reinterpret(f32, [T, BD, 2], B_SP3).store(gl.join(delta, delta * xv))
+        gS._reinterpret(f32, [T, BD], B_SW2).store(gy)
+        if PRE:
+            dD += gy * xv
+        else:
+            aS.store(aS.load(lt) + gy * xv)
+        BS._reinterpret(f32, [T, NP], s2).store(Br.to(f32))
+        CS._reinterpret(f32, [T, NP], s2).store(Cr.to(f32))
+        base = (k % NT) * G
+        if top:
+            for g in range(0, G - 1):
+                hS.index(base + g).store(h)
+                h = steps(h, A, dS, BS, g, ld, ln)
+            hS.index(base + G - 1).store(h)
+        if PRE:  # what the next stage starts with: the tile before this one, or the first of the chunk before
+            tn = gl.maximum(gl.where(k % NT > 0, t0 - T, t0 - K), first)
+            t = tn.to(gl.int64)
+            xr = load_tile(xp + t * sxl, offx, tv, dv, tn, L, D, EVEN)
+            dr = load_tile(tp + t * stl, offt, tv, dv, tn, L, D, EVEN)
+            gr = load_tile(gp + t * sgl, offg, tv, dv, tn, L, D, EVEN)
+            zr = xr
+            if HAS_Z:
+                zr = load_tile(zp + t * szl, offz, tv, dv, tn, L, D, EVEN)
+            Br = load_tile(Bp + t * sBl, offB, tb, nb, tn, L, N, EVEN_B)
+            Cr = load_tile(Cp + t * sCl, offC, tb, nb, tn, L, N, EVEN_B)
+        for gg in range(0, G):
+            g = G - 1 - gg
+            h = hS.index(base + g).load(lay)
+            al = ()
+            hl = (h,)
+            dl = ()
+            ul = ()
+            for s in gl.static_range(S):
+                u = g * S + s
+                du, uu = pair_load(dS.index(u), B_LP, ld)
+                Bu = BS.index(u).load(ln)
+                a = ex2(du[None, :] * A)
+                h = a * h + Bu[:, None] * uu[None, :]
+                al = al + (a,)
+                hl = hl + (h,)
+                dl = dl + (du,)
+                ul = ul + (uu,)
+            rl = ()
+            pl = ()
+            yl = ()
+            for r in gl.static_range(S):
+                u = g * S + S - 1 - r
+                gu = gS.index(u).load(ld)
+                Bu = BS.index(u).load(ln)
+                Cu = CS.index(u).load(ln)
+                gh = gc + Cu[:, None] * gu[None, :]
+                gc = al[S - 1 - r] * gh
+                w = gc * hl[S - 1 - r]
+                dA += w * dl[S - 1 - r][None, :]
+                rl = (quad_sum(part_n(gh * Bu[:, None]), part_n(w * A)),) + rl
+                if HAS_Z:
+                    yl = (part_n(Cu[:, None] * hl[S - r]),) + yl
+                vB = gl.sum(gl.reshape(gh * ul[S - 1 - r][None, :], [NP, P, 2]), axis=2)
+                vC = gl.sum(gl.reshape(hl[S - r] * gu[None, :], [NP, P, 2]), axis=2)
+                pl = (vB, vC) + pl
+                if r == 1:
+                    p1.store(stack4p(pl))
+                    pl = ()
+                if r == 3:
+                    p0.store(stack4p(pl))
+            q = rS.index(base + g)
+            q.slice(0, 2 * S).store(stack4(rl))
+            if HAS_Z:
+                q.slice(2 * S, S).store(stack2(quad_sum(yl[0], yl[1]), quad_sum(yl[2], yl[3])))
+            tp1 = t0 - first + g * S
+            v1 = gl.sum(p1.load(lr), axis=1)
+            v0 = gl.sum(p0.load(lr), axis=1)
+            if EVEN_B:
+                gl.store(pp + (b * 0 + tp1 + 2) * ND * (2 * N), v1)
+                gl.store(pp + (b * 0 + tp1) * ND * (2 * N), v0)
+            else:
+                gl.store(pp + (b * 0 + tp1 + 2) * ND * (2 * N), v1, mask=(rn < N)[None, :] & (rs < 4)[:, None])
+                gl.store(pp + (b * 0 + tp1) * ND * (2 * N), v0, mask=(rn < N)[None, :] & (rs < 4)[:, None])
+        rT = rS._reinterpret(f32, [NT, G, NP, BD], st).index(k % NT)
+        q = rT.slice(0, 2 * S, dim=1).load(l2)
+        du, dd = gl.split(gl.permute(gl.reshape(q, [T, 2, BD]), [0, 2, 1]))
+        du = gl.convert_layout(du, lt, assert_trivial=True)
+        dd = gl.convert_layout(dd, lt, assert_trivial=True) * LN2
+        delta, _ = gl.split(dS._reinterpret(f32, [T, BD, 2], B_SP3).load(lj))
+        delta = gl.convert_layout(delta, lt, assert_trivial=True)
+        gy = gS._reinterpret(f32, [T, BD], B_SW2).load(lt)
+        xv = xc.to(f32)
+        dx = du * delta + Dv[None, :] * gy
+        ddt = dd + du * xv
+        if SOFTPLUS:
+            ddt = ddt * softplus_slope(delta, FINE)
+        mo = (tv + t0 < L)[:, None] & (dv < D)[None, :]
+        if not EVEN_L:
+            ddt = gl.where(mo, ddt, 0.0)
+        if PRE:
+            db += ddt
+        else:
+            bS.store(bS.load(lt) + ddt)
+        oo = ob + (b * 0 + t0) * D
+        if EVEN:
+            gl.store(dx_ptr + oo + offo, dx.to(dx_ptr.dtype.element_ty))
+            gl.store(ddt_ptr + oo + offo, ddt.to(ddt_ptr.dtype.element_ty))
+        else:
+            gl.store(dx_ptr + oo + offo, dx.to(dx_ptr.dtype.element_ty), mask=mo)
+            gl.store(ddt_ptr + oo + offo, ddt.to(ddt_ptr.dtype.element_ty), mask=mo)
+        if HAS_Z:
+            y = gl.reshape(rT.slice(2 * S, S, dim=1).load(ly), [T, BD])
+            y = gl.convert_layout(y, lt, assert_trivial=True) + Dv[None, :] * xv
+            dz = zS.load(lt) * y
+            if EVEN:
+                gl.store(dz_ptr + oo + offo, dz.to(dz_ptr.dtype.element_ty))
+            else:
+                gl.store(dz_ptr + oo + offo, dz.to(dz_ptr.dtype.element_ty), mask=mo)
+    if not PRE:
+        dD = aS.load(lt)
+        db = bS.load(lt)
+    gl.store(ap, gc, mask=m2)
+    pa = sum_ptr + (row * (N + 2) + n[:, None]) * D + d[None, :]
+    gl.store(pa, gl.load(pa, mask=m2, other=0.0) + dA, mask=m2)
+    pd = sum_ptr + (row * (N + 2) + N) * D + dv
+    gl.store(pd, gl.load(pd, mask=dv < D, other=0.0) + gl.sum(dD, axis=0), mask=dv < D)
+    gl.store(pd + D, gl.load(pd + D, mask=dv < D, other=0.0) + gl.sum(db, axis=0), mask=dv < D)

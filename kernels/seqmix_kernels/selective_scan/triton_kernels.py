@@ -1,0 +1,401 @@
+# ruff: noqa: RUF005 (the compiler's front end knows tuple concatenation, not unpacking)
+"""The selective scan in plain Triton: any N up to 256, any length, strides, options. Triton's interpreter can run it.
+
+    delta_t = softplus(dt_t + dt_bias)                      (or dt_t + dt_bias)
+    h_t = a_t h_{t-1} + w_t x_t,  a_t = exp(delta_t A)      w_t = delta_t B_t (euler) or expm1(delta_t A) / A B_t (zoh)
+    y_t = (C_t . h_t + D x_t) silu(z_t)                     Gu and Dao 2023, section 3
+
+A program owns BD channels of one group of one batch row and walks L serially; the states are a [NP, BD] tile. No offset
+into such a tile is known to be contiguous (every stride is unspecialised), so Triton lays it out with one or a few lanes
+a channel and the states in registers: the sum over states then needs few shuffles.
+Only the state before every K-th step leaves the kernel. The backward walks the chunks last to first: it runs a chunk
+forward, keeping the state before every S-th step in scratch, and then each group of S steps forward and backward in
+registers.
+
+Saved states: float32 (rows, chunks, N, D), or for 16-bit inputs block floating point, int16 (rows, chunks, N + 1, D):
+15 bits and a sign relative to the largest state of the channel, whose biased exponent is row N.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves the rounded integer in the low mantissa bits
+
+_ints = ["one", "L", "T0", "T1", "PL", "D", "DG", "NB", "sxb", "sxl", "sxd", "stb", "stl", "std", "szb", "szl", "szd",
+         "sgb", "sgl", "sgd", "sBb", "sBl", "sBg", "sCb", "sCl", "sCg", "sAd", "sAn", "sqb", "sql"]  # fmt: skip
+
+
+@triton.jit
+def sigmoid(x):
+    e = tl.exp2(-tl.abs(x) * LOG2E)  # in (0, 1]: no overflow on either side
+    return tl.where(x >= 0, 1.0, e) / (1.0 + e)
+
+
+@triton.jit
+def softplus(x):
+    """max(x, 0) + log1p(exp(-|x|)); log1p(u) = 2 atanh(u / (2 + u)), the series cut at 1e-8 for u in [0, 1]."""
+    u = tl.exp2(-tl.abs(x) * LOG2E)
+    s = u / (2.0 + u)
+    r = s * s
+    p = 0.142857143 + r * (0.111111111 + r * (0.0909090909 + r * 0.0769230769))
+    p = 1.0 + r * (0.33333333 + r * (0.2 + r * p))
+    return tl.where(x > 0, x, 0.0) + 2.0 * s * p  # maximum would drop a NaN
+
+
+@triton.jit
+def zoh(q):
+    """g(q) = expm1(q) / q and its derivative; series near 0, where the quotients cancel."""
+    small = tl.abs(q) < 0.5
+    qs = tl.where(small, q, 0.0)
+    qb = tl.where(small, 1.0, q)
+    g0 = 1.0 + qs * (0.5 + qs * (1.6666667e-1 + qs * (4.1666667e-2 + qs * (8.3333333e-3 + qs * (1.3888889e-3
+        + qs * (1.9841270e-4 + qs * 2.4801587e-5))))))  # fmt: skip
+    d0 = 0.5 + qs * (3.3333333e-1 + qs * (1.25e-1 + qs * (3.3333333e-2 + qs * (6.9444444e-3 + qs * (1.1904762e-3
+        + qs * (1.7361111e-4 + qs * 2.2045855e-5))))))  # fmt: skip
+    e = tl.exp2(qb * LOG2E)
+    g1 = (e - 1.0) / qb
+    return tl.where(small, g0, g1), tl.where(small, d0, (e - g1) / qb)
+
+
+@triton.jit
+def save_state(ptr, h, n, d, N: tl.constexpr, D, mask, dm, BFP: tl.constexpr):
+    """One saved state; ptr points at [0, 0] of its (N or N + 1, D) block."""
+    if BFP:
+        m = tl.max(h.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0) >> 23  # exponent of the largest; 255: not finite
+        e = tl.maximum(m, 14)
+        scale = ((268 - tl.minimum(e, 254)) << 23).to(tl.float32, bitcast=True)  # 2^(141 - e): |h| scale <= 2^15
+        v = h * scale[None, :]
+        v = tl.minimum(tl.maximum(v, -32767.0), 32767.0)
+        q = (v + MAGIC).to(tl.int32, bitcast=True).to(tl.int16)
+        tl.store(ptr + n[:, None].to(tl.int64) * D + d[None, :], q, mask=mask)
+        tl.store(ptr + N * D.to(tl.int64) + d, e.to(tl.int16), mask=dm)
+    else:
+        tl.store(ptr + n[:, None].to(tl.int64) * D + d[None, :], h, mask=mask)
+
+
+@triton.jit
+def load_state(ptr, n, d, N: tl.constexpr, D, mask, dm, BFP: tl.constexpr):
+    h = tl.load(ptr + n[:, None].to(tl.int64) * D + d[None, :], mask=mask, other=0).to(tl.float32)
+    if BFP:
+        e = tl.load(ptr + N * D.to(tl.int64) + d, mask=dm, other=14).to(tl.int32)
+        f = ((e - 14) << 23).to(tl.float32, bitcast=True)
+        h = h * tl.where(e == 255, float("nan"), f)[None, :]
+    return h
+
+
+@triton.jit(do_not_specialize=_ints)
+def fwd_kernel(
+    x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, bias_ptr, h0_ptr, seq_ptr, y_ptr, hT_ptr, hs_ptr,
+    one, L, D, DG, NB, sxb, sxl, sxd, stb, stl, std, szb, szl, szd, sBb, sBl, sBg, sCb, sCl, sCg, sAd, sAn, sqb, sql,
+    N: tl.constexpr, NP: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, K: tl.constexpr,
+    HAS_D: tl.constexpr, HAS_Z: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_H0: tl.constexpr, HAS_SEQ: tl.constexpr,
+    SOFTPLUS: tl.constexpr, ZOH: tl.constexpr, SAVE: tl.constexpr, BFP: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    blk = pid % NB
+    g = (pid // NB) % G
+    b = (pid // NB // G).to(tl.int64)
+    i = blk * BD + tl.arange(0, BD)
+    d = g * DG + i
+    n = tl.arange(0, NP)
+    dm = i < DG
+    nm = n < N
+    m2 = nm[:, None] & dm[None, :]
+    A = tl.load(A_ptr + d[None, :] * sAd.to(tl.int64) + n[:, None] * sAn, mask=m2, other=0.0)
+    xp = x_ptr + b * sxb + d * sxd.to(tl.int64)
+    tp = dt_ptr + b * stb + d * std.to(tl.int64)
+    zp = z_ptr + b * szb + d * szd.to(tl.int64)
+    yp = y_ptr + b * L * D + d
+    Bp = B_ptr + b * sBb + g * sBg.to(tl.int64) + n
+    Cp = C_ptr + b * sCb + g * sCg.to(tl.int64) + n
+    qp = seq_ptr + b * sqb
+    R: tl.constexpr = N + 1 if BFP else N
+    hp = hs_ptr + b * ((L + K - 1) // K) * R * D
+    sp = (b * D + d[None, :]) * N + n[:, None]
+    if HAS_H0:
+        h = tl.load(h0_ptr + sp, mask=m2, other=0.0)
+    else:
+        h = tl.zeros([NP, BD], tl.float32)
+    if HAS_D:
+        Dv = tl.load(D_ptr + d, mask=dm, other=0.0)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + d, mask=dm, other=0.0)
+    for t0 in range(0, L, S):
+        xs = ()
+        ds = ()
+        zs = ()
+        Bs = ()
+        Cs = ()
+        rs = ()
+        for k in tl.static_range(S):  # all loads of a group first: no step waits for memory
+            t = b * 0 + t0 + k
+            tm = t < L
+            xs = xs + (tl.load(xp + t * sxl, mask=dm & tm, other=0.0).to(tl.float32),)
+            ds = ds + (tl.load(tp + t * stl, mask=dm & tm, other=0.0).to(tl.float32),)
+            Bs = Bs + (tl.load(Bp + t * sBl, mask=nm & tm, other=0.0).to(tl.float32),)
+            Cs = Cs + (tl.load(Cp + t * sCl, mask=nm & tm, other=0.0).to(tl.float32),)
+            if HAS_Z:
+                zs = zs + (tl.load(zp + t * szl, mask=dm & tm, other=0.0).to(tl.float32),)
+            if HAS_SEQ:
+                rs = rs + (tl.load(qp + t * sql, mask=tm & (t > 0), other=0)
+                           != tl.load(qp + (t - 1) * sql, mask=tm & (t > 0), other=0),)  # fmt: skip
+        if SAVE:
+            if t0 % K == 0:
+                save_state(hp + (b * 0 + t0 // K) * R * D, h, n, d, N, D, m2, dm, BFP)
+        for k in tl.static_range(S):
+            t = b * 0 + t0 + k
+            x = xs[k]
+            delta = ds[k]
+            if HAS_BIAS:
+                delta += bias
+            if SOFTPLUS:
+                delta = softplus(delta)
+            delta = tl.where(t < L, delta, 0.0)  # past the end: decay 1, input 0 (masked after softplus)
+            q = delta[None, :] * A
+            a = tl.exp2(q * LOG2E)
+            if HAS_SEQ:
+                a = tl.where(rs[k], 0.0, a)
+            if ZOH:
+                gq, _ = zoh(q)
+                h = a * h + Bs[k][:, None] * gq * (delta * x)[None, :]
+            else:
+                h = a * h + Bs[k][:, None] * (delta * x)[None, :]
+            y = tl.sum(Cs[k][:, None] * h, axis=0)
+            if HAS_D:
+                y += Dv * x
+            if HAS_Z:
+                y *= zs[k] * sigmoid(zs[k])
+            tl.store(yp + t * D, y.to(y_ptr.dtype.element_ty), mask=dm & (t < L))
+    tl.store(hT_ptr + sp, h, mask=m2)
+
+
+@triton.jit(do_not_specialize=_ints)
+def bwd_kernel(
+    dy_ptr, x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, bias_ptr, seq_ptr, hs_ptr, adj_ptr, scratch_ptr,
+    dx_ptr, ddt_ptr, dz_ptr, pbc_ptr, pA_ptr,
+    one, L, T0, T1, PL, D, DG, NB, sxb, sxl, sxd, stb, stl, std, szb, szl, szd, sgb, sgl, sgd,
+    sBb, sBl, sBg, sCb, sCl, sCg, sAd, sAn, sqb, sql,
+    N: tl.constexpr, NP: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, K: tl.constexpr,
+    HAS_D: tl.constexpr, HAS_Z: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SEQ: tl.constexpr,
+    SOFTPLUS: tl.constexpr, ZOH: tl.constexpr, BFP: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
+    """Steps T0 (a multiple of K) to T1, last to first. one: 1, but the compiler must not know (see above).
+    adj (rows, N, D): what later steps hand to the state after T1 - 1; replaced by the same for T0.
+    pA (rows, N + 2, D): dA, dD, ddt_bias are added to it. pbc (rows, PL, G, NB, 2 N): this program's share of dB, dC."""
+    pid = tl.program_id(0)
+    blk = pid % NB
+    g = (pid // NB) % G
+    b = (pid // NB // G).to(tl.int64)
+    i = blk * BD + tl.arange(0, BD)
+    d = g * DG + i
+    n = tl.arange(0, NP)
+    dm = i < DG
+    nm = n < N
+    m2 = nm[:, None] & dm[None, :]
+    A = tl.load(A_ptr + d[None, :] * sAd.to(tl.int64) + n[:, None] * sAn, mask=m2, other=0.0)
+    xp = x_ptr + b * sxb + d * sxd.to(tl.int64)
+    tp = dt_ptr + b * stb + d * std.to(tl.int64)
+    zp = z_ptr + b * szb + d * szd.to(tl.int64)
+    gp = dy_ptr + b * sgb + d * sgd.to(tl.int64)
+    op = b * L * D + d
+    Bp = B_ptr + b * sBb + g * sBg.to(tl.int64) + n
+    Cp = C_ptr + b * sCb + g * sCg.to(tl.int64) + n
+    qp = seq_ptr + b * sqb
+    pp = pbc_ptr + ((b * PL * G + g) * NB + blk) * (2 * N) + n
+    R: tl.constexpr = N + 1 if BFP else N
+    hp = hs_ptr + b * ((L + K - 1) // K) * R * D
+    kp = scratch_ptr + (pid.to(tl.int64) * (K // S)) * (NP * BD) + n[:, None] * BD + tl.arange(0, BD)[None, :] * one
+    ap = adj_ptr + (b * N + n[:, None]) * D + d[None, :]
+    carry = tl.load(ap, mask=m2, other=0.0)
+    pap = pA_ptr + (b * (N + 2) + n[:, None]) * D + d[None, :]
+    pdp = pA_ptr + (b * (N + 2) + N) * D + d
+    dA = tl.load(pap, mask=m2, other=0.0)
+    dD = tl.load(pdp, mask=dm, other=0.0)
+    db = tl.load(pdp + D, mask=dm, other=0.0)
+    if HAS_D:
+        Dv = tl.load(D_ptr + d, mask=dm, other=0.0)
+    else:
+        Dv = tl.zeros([BD], tl.float32)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + d, mask=dm, other=0.0)
+    else:
+        bias = tl.zeros([BD], tl.float32)
+    c1 = (T1 + K - 1) // K
+    for cc in range(0, c1 - T0 // K):
+        c = c1 - 1 - cc
+        h = load_state(hp + (b * 0 + c) * R * D, n, d, N, D, m2, dm, BFP)
+        for j in range(0, K // S):
+            tl.store(kp + j * (NP * BD), h)
+            for k in tl.static_range(S):
+                t = b * 0 + c * K + j * S + k
+                tm = t < T1
+                x = tl.load(xp + t * sxl, mask=dm & tm, other=0.0).to(tl.float32)
+                delta = tl.load(tp + t * stl, mask=dm & tm, other=0.0).to(tl.float32) + bias
+                if SOFTPLUS:
+                    delta = softplus(delta)
+                delta = tl.where(tm, delta, 0.0)
+                Bt = tl.load(Bp + t * sBl, mask=nm & tm, other=0.0).to(tl.float32)
+                q = delta[None, :] * A
+                a = tl.exp2(q * LOG2E)
+                if HAS_SEQ:
+                    ok = tm & (t > 0)
+                    r = tl.load(qp + t * sql, mask=ok, other=0) != tl.load(qp + (t - 1) * sql, mask=ok, other=0)
+                    a = tl.where(r, 0.0, a)
+                if ZOH:
+                    gq, _ = zoh(q)
+                    h = a * h + Bt[:, None] * gq * (delta * x)[None, :]
+                else:
+                    h = a * h + Bt[:, None] * (delta * x)[None, :]
+        tl.debug_barrier()  # the scratch is read back below, by whatever thread the compiler likes
+        for jj in range(0, K // S):
+            j = K // S - 1 - jj
+            h = tl.load(kp + j * (NP * BD))
+            hl = (h,)
+            al = ()
+            xl = ()
+            rl = ()
+            dl = ()
+            Bl = ()
+            for k in tl.static_range(S):
+                t = b * 0 + c * K + j * S + k
+                tm = t < T1
+                x = tl.load(xp + t * sxl, mask=dm & tm, other=0.0).to(tl.float32)
+                raw = tl.load(tp + t * stl, mask=dm & tm, other=0.0).to(tl.float32) + bias
+                delta = raw
+                if SOFTPLUS:
+                    delta = softplus(raw)
+                delta = tl.where(tm, delta, 0.0)
+                Bt = tl.load(Bp + t * sBl, mask=nm & tm, other=0.0).to(tl.float32)
+                q = delta[None, :] * A
+                a = tl.exp2(q * LOG2E)
+                if HAS_SEQ:
+                    ok = tm & (t > 0)
+                    r = tl.load(qp + t * sql, mask=ok, other=0) != tl.load(qp + (t - 1) * sql, mask=ok, other=0)
+                    a = tl.where(r, 0.0, a)
+                if ZOH:
+                    gq, _ = zoh(q)
+                    h = a * h + Bt[:, None] * gq * (delta * x)[None, :]
+                else:
+                    h = a * h + Bt[:, None] * (delta * x)[None, :]
+                hl = hl + (h,)
+                al = al + (a,)
+                xl = xl + (x,)
+                rl = rl + (raw,)
+                dl = dl + (delta,)
+                Bl = Bl + (Bt,)
+            for kk in tl.static_range(S):
+                t = b * 0 + c * K + j * S + S - 1 - kk
+                tm = t < T1
+                x = xl[S - 1 - kk]
+                delta = dl[S - 1 - kk]
+                Ct = tl.load(Cp + t * sCl, mask=nm & tm, other=0.0).to(tl.float32)
+                gy = tl.load(gp + t * sgl, mask=dm & tm, other=0.0).to(tl.float32)
+                if HAS_Z:
+                    z = tl.load(zp + t * szl, mask=dm & tm, other=0.0).to(tl.float32)
+                    sg = sigmoid(z)
+                    y = tl.sum(Ct[:, None] * hl[S - kk], axis=0) + Dv * x
+                    dz = gy * y * sg * (1.0 + z * (1.0 - sg))
+                    tl.store(dz_ptr + op + t * D, dz.to(dz_ptr.dtype.element_ty), mask=dm & tm)
+                    gy *= z * sg
+                gh = carry + Ct[:, None] * gy[None, :]
+                carry = al[S - 1 - kk] * gh
+                w = carry * hl[S - 1 - kk]
+                dA += w * delta[None, :]
+                dd = tl.sum(w * A, axis=0)
+                if ZOH:
+                    q = delta[None, :] * A
+                    gq, dq = zoh(q)
+                    gx = gh * Bl[S - 1 - kk][:, None] * x[None, :]
+                    dA += gx * (delta * delta)[None, :] * dq
+                    dd += tl.sum(gx * tl.exp2(q * LOG2E), axis=0)
+                    dx = tl.sum(gh * Bl[S - 1 - kk][:, None] * gq, axis=0) * delta
+                    dB = tl.sum(gh * gq * (delta * x)[None, :], axis=1)
+                else:
+                    s = tl.sum(gh * Bl[S - 1 - kk][:, None], axis=0)
+                    dd += s * x
+                    dx = s * delta
+                    dB = tl.sum(gh * (delta * x)[None, :], axis=1)
+                dC = tl.sum(hl[S - kk] * gy[None, :], axis=1)
+                tl.store(pp + (t - T0) * G * NB * (2 * N), dB, mask=nm & tm)
+                tl.store(pp + (t - T0) * G * NB * (2 * N) + N, dC, mask=nm & tm)
+                dD += gy * x
+                dx += Dv * gy
+                if SOFTPLUS:
+                    dd *= sigmoid(rl[S - 1 - kk])
+                dd = tl.where(tm, dd, 0.0)
+                db += dd
+                tl.store(dx_ptr + op + t * D, dx.to(dx_ptr.dtype.element_ty), mask=dm & tm)
+                tl.store(ddt_ptr + op + t * D, dd.to(ddt_ptr.dtype.element_ty), mask=dm & tm)
+        tl.debug_barrier()
+    tl.store(ap, carry, mask=m2)
+    tl.store(pap, dA, mask=m2)
+    tl.store(pdp, dD, mask=dm)
+    tl.store(pdp + D, db, mask=dm)
+
+
+@triton.jit(do_not_specialize=["R0", "PL", "NB", "P0", "LS", "SEG", "L"])
+def reduce_bc_kernel(
+    p_ptr, dB_ptr, dC_ptr, R0, PL, NB, P0, LS, SEG, L,
+    C: tl.constexpr, N: tl.constexpr, N2P: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """dB, dC (rows, L, C, N) at steps P0 to P0 + PL of each of the SEG segments of LS steps, from the partials
+    (rows SEG, PL, C, NB, 2 N), always in the same order. R0: how many (row, segment, step, C) there are."""
+    r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    c = tl.arange(0, N2P)
+    m = (r < R0)[:, None] & (c < 2 * N)[None, :]
+    acc = tl.zeros([R, N2P], tl.float32)
+    for k in range(0, NB):
+        acc += tl.load(p_ptr + (r[:, None] * NB + k) * (2 * N) + c[None, :], mask=m, other=0.0)
+    row = r // (PL * C)
+    i = r - row * (PL * C)
+    t = (row % SEG) * LS + P0 + i // C
+    m &= ((t < L) & (P0 + i // C < LS))[:, None]
+    o = ((row // SEG) * L + t) * C + i % C
+    tl.store(dB_ptr + o[:, None] * N + c[None, :], acc.to(dB_ptr.dtype.element_ty), mask=m & (c < N)[None, :])
+    tl.store(dC_ptr + o[:, None] * N + c[None, :] - N, acc.to(dC_ptr.dtype.element_ty), mask=m & (c >= N)[None, :])
+
+
+@triton.jit(do_not_specialize=["SEG", "D"])
+def combine_kernel(
+    end_ptr, sum_ptr, A_ptr, ini_ptr, SEG, D,
+    N: tl.constexpr, NP: tl.constexpr, BD: tl.constexpr, REV: tl.constexpr, HAS_INI: tl.constexpr,
+):  # fmt: skip
+    """The state that comes into each segment, from the segments before it (REV: the adjoint, from those after it).
+    ini (rows, SEG, N, D): with HAS_INI its first (REV: last) segment holds what comes in from outside."""
+    d = tl.program_id(0) * BD + tl.arange(0, BD)
+    n = tl.arange(0, NP)
+    b = tl.program_id(1).to(tl.int64)
+    m = (n < N)[:, None] & (d < D)[None, :]
+    A = tl.load(A_ptr + d[None, :] * N + n[:, None], mask=m, other=0.0)
+    h = tl.zeros([NP, BD], tl.float32)
+    if HAS_INI:
+        s0 = SEG - 1 if REV else 0
+        h = tl.load(ini_ptr + ((b * SEG + s0) * N + n[:, None]) * D + d[None, :], mask=m, other=0.0)
+    for i in range(0, SEG):
+        s = SEG - 1 - i if REV else i
+        p = ((b * SEG + s) * N + n[:, None]) * D + d[None, :]
+        tl.store(ini_ptr + p, h, mask=m)
+        total = tl.load(sum_ptr + (b * SEG + s) * D + d, mask=d < D, other=0.0)
+        h = tl.exp2(A * total[None, :] * LOG2E) * h + tl.load(end_ptr + p, mask=m, other=0.0)
+
+
+@triton.jit(do_not_specialize=["ROWS", "D"])
+def finish_kernel(p_ptr, dA_ptr, dD_ptr, db_ptr, ROWS, D, N: tl.constexpr, NP: tl.constexpr, BD: tl.constexpr):
+    """dA (D, N), dD (D,), ddt_bias (D,) from the rows of pA, always in the same order."""
+    d = tl.program_id(0) * BD + tl.arange(0, BD)
+    n = tl.arange(0, NP)
+    dm = d < D
+    m = (n < N)[:, None] & dm[None, :]
+    a = tl.zeros([NP, BD], tl.float32)
+    s = tl.zeros([BD], tl.float32)
+    e = tl.zeros([BD], tl.float32)
+    for r in range(0, ROWS):
+        p = p_ptr + (d[None, :] * 0 + r).to(tl.int64) * (N + 2) * D
+        a += tl.load(p + n[:, None] * D + d[None, :], mask=m, other=0.0)
+        q = p_ptr + (d * 0 + r).to(tl.int64) * (N + 2) * D + N * D + d
+        s += tl.load(q, mask=dm, other=0.0)
+        e += tl.load(q + D, mask=dm, other=0.0)
+    tl.store(dA_ptr + d[None, :] * N + n[:, None], a, mask=m)
+    tl.store(dD_ptr + d, s, mask=dm)
+    tl.store(db_ptr + d, e, mask=dm)

@@ -1,0 +1,154 @@
+"""Compiles the scan's kernels for a GPU that is not there; prints what the compiler made of them, one JSON line each.
+
+    python tests/kernels/compile_scan.py 90 [plain|gluon]
+
+The launchers run on CPU tensors with every kernel replaced by a recorder: what is compiled is what would be launched.
+Run it in a process of its own: interpreted kernels cannot be compiled.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int16: "i16", torch.int64: "i64",
+         torch.int32: "i32"}  # fmt: skip
+
+
+class Recorder:
+    def __init__(self, kernel, launches):
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid):
+        return lambda *args, **meta: self.launches.append((self.kernel, args, meta))
+
+
+def record(modules, call):
+    """The (kernel, args, meta) of each launch that `call` makes through kernels of `modules`."""
+    launches, kept = [], []
+    for module in modules:
+        for name, value in list(vars(module).items()):
+            if isinstance(value, triton.runtime.jit.JITFunction) and name.endswith("_kernel"):
+                kept.append((module, name, value))
+                setattr(module, name, Recorder(value, launches))
+    try:
+        call()
+    finally:
+        for module, name, value in kept:
+            setattr(module, name, value)
+    return launches
+
+
+def build(kernel, args, meta, arch):
+    """Compiled as a launch with these arguments would compile it."""
+    constants, signature, attrs = {}, {}, {}
+    options = {k: meta.pop(k) for k in ("num_warps", "num_stages", "maxnreg") if k in meta}
+    values = dict(zip(kernel.arg_names, args, strict=False)) | meta
+    for i, p in enumerate(kernel.params):
+        value = values[p.name]
+        if p.is_constexpr or value is None:
+            signature[p.name], constants[p.name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[p.name] = "*" + TYPES[value.dtype]
+            attrs[(i,)] = [["tt.divisibility", 16]]
+        elif value == 1 and not p.do_not_specialize:
+            signature[p.name], constants[p.name] = "constexpr", 1
+        else:
+            signature[p.name] = "i1" if isinstance(value, bool) else "i32" if -(2**31) <= value < 2**31 else "i64"
+            if value % 16 == 0 and not p.do_not_specialize:
+                attrs[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as source
+    src = source(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
+    return triton.compile(src, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def report(compiled):
+    """Registers, stack bytes (spills), static and dynamic shared memory, instructions."""
+    bin_dir = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder, "k.cubin")
+        cubin.write_bytes(compiled.asm["cubin"])
+        usage, sass = (
+            subprocess.run([bin_dir / tool, flag, cubin], capture_output=True, text=True, check=True).stdout
+            for tool, flag in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
+        )
+    number = lambda key: int(re.search(key + r":(\d+)", usage).group(1))  # noqa: E731
+    ops = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?([A-Z0-9.]+)", sass, re.M)
+    return {
+        "registers": number("REG"), "stack": number("STACK"), "shared": compiled.metadata.shared,
+        "instructions": len(ops), "local": sum(op.startswith(("LDL", "STL")) for op in ops),
+    }  # fmt: skip
+
+
+def inputs(batch, length, width, n, groups=1, dtype=torch.bfloat16, z=True, D=True, bias=True, state=False, seq=False):
+    wide = lambda: torch.zeros(batch, length, width, dtype=dtype)  # noqa: E731
+    narrow = lambda: torch.zeros(batch, length, groups, n, dtype=dtype)  # noqa: E731
+    vector = lambda: torch.zeros(width)  # noqa: E731
+    return (
+        wide(), wide(), torch.zeros(width, n), narrow(), narrow(), vector() if D else None, wide() if z else None,
+        vector() if bias else None, torch.zeros(batch, width, n) if state else None,
+        torch.zeros(batch, length, dtype=torch.int64) if seq else None,
+    )  # fmt: skip
+
+
+def launches(modules, fused, args, discretization="euler", chunk=None, **how):
+    def call():
+        y, final, states, ungated = fused.forward(*args, True, discretization, chunk, **how)
+        fused.backward(torch.zeros_like(y), final, *args, states, ungated, True, discretization, chunk, **how)
+
+    return record(modules, call)
+
+
+CASES = {
+    "plain": [
+        ("bf16 N16", dict(n=16), "euler"),
+        ("fp32 N16 groups state seq zoh", dict(n=16, groups=2, dtype=torch.float32, state=True, seq=True), "zoh"),
+        ("bf16 N64", dict(n=64), "euler"),
+        ("bf16 N256", dict(n=256), "euler"),
+        ("fp16 N5 bare", dict(n=5, dtype=torch.float16, z=False, D=False, bias=False), "euler"),
+    ],
+    "gluon": [
+        ("bf16", dict(n=16), False, 1),
+        ("bf16 few", dict(n=16), True, 1),
+        ("fp32 N12 odd state", dict(n=12, dtype=torch.float32, length=90, width=72, state=True), False, 2),
+    ],
+}
+
+
+def main(arch, kind):
+    from seqmix_kernels.selective_scan import fused
+
+    modules = [fused.tk]
+    if kind == "gluon":
+        from seqmix_kernels.selective_scan import gluon_kernels
+
+        modules.append(gluon_kernels)
+    for name, kwargs, *rest in CASES[kind]:
+        if kind == "gluon":
+            few, segments = rest
+            fused.SMS = 132 if few else 0  # two variants of the backward: by the number of CTAs
+            how = {"how": fused.Plan(True, segments)}
+            rest = ["euler"]
+        else:
+            how = {}
+        seen = set()
+        size = {"batch": 1, "length": 96, "width": 64} | kwargs
+        for kernel, args, meta in launches(modules, fused, inputs(**size), *rest, **how):
+            if kernel.__name__ in seen or (kind == "gluon" and not kernel.is_gluon()):
+                continue
+            seen.add(kernel.__name__)
+            row = {"arch": arch, "case": name, "kernel": kernel.__name__} | report(build(kernel, args, meta, arch))
+            print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "plain")
