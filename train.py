@@ -24,6 +24,7 @@ import hydra
 import lightning as L
 import torch
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
@@ -32,15 +33,14 @@ from rich.table import Table
 
 from seqmix import measure
 from seqmix.callbacks import NonFiniteError, best_checkpoint
-from seqmix.config import build, build_model, check, check_command_line, register_resolvers
+from seqmix.config import build, build_model, check, check_command_line, find_checkpoint, register_resolvers
 from seqmix.module import SequenceModule
 from seqmix.tracking import closing
 
 CONF = Path(__file__).parent / "conf"
-RUNS = Path("outputs")
-SAME_RUN = ("model", "channel_mixer", "task", "size", "seed", "optimizer", "scheduler")  # what a resumed run must share
 log = logging.getLogger("seqmix")
-logging.getLogger("lightning").setLevel(logging.WARNING)  # its remarks on what the config says anyway
+for package in ("lightning.pytorch", "lightning.fabric"):  # their remarks on what the config says anyway
+    logging.getLogger(package).setLevel(logging.WARNING)
 # Lightning 2.6.6 under torch 2.13: a name of torch's that is going away
 warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated", category=FutureWarning)
 register_resolvers()
@@ -48,7 +48,14 @@ register_resolvers()
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> dict:
-    return train(cfg, Path(HydraConfig.get().runtime.output_dir))
+    """One job. An error goes to its own train.log; in a multirun the next job goes on, and the last word is a table."""
+    try:
+        return train(cfg, Path(HydraConfig.get().runtime.output_dir))
+    except Exception as error:
+        log.exception("the run has failed")
+        if HydraConfig.get().mode != RunMode.MULTIRUN:
+            raise SystemExit(1) from None
+        return {"status": status_of(error), "error": f"{type(error).__name__}: {error}"}
 
 
 def train(cfg: DictConfig, folder: Path) -> dict:
@@ -86,10 +93,9 @@ def train(cfg: DictConfig, folder: Path) -> dict:
                 summary |= numbers(trainer, "test/")
             summary["status"] = "complete"
         except BaseException as error:
-            summary["status"], raised = status_of(error, trainer)
-            summary["error"] = f"{type(raised).__name__}: {raised}"
-            log.error("the run ended: %s", summary["status"], exc_info=error)
-            raise raised from error
+            error = unmasked(error, trainer)
+            summary |= {"status": status_of(error), "error": f"{type(error).__name__}: {error}"}
+            raise error
         finally:
             summary |= {
                 "steps": trainer.global_step,
@@ -107,26 +113,6 @@ def train(cfg: DictConfig, folder: Path) -> dict:
     return summary
 
 
-def find_checkpoint(cfg: DictConfig) -> Path | None:
-    """The file that `ckpt` names; for `last` the newest last.ckpt of a run with the same model, task, size and seed."""
-    if cfg.ckpt is None:
-        return None
-    if cfg.ckpt != "last":
-        path = Path(cfg.ckpt)
-        if not path.is_file():
-            raise ValueError(f"ckpt={cfg.ckpt}: there is no such file (looked for {path.absolute()})")
-        return path
-    newest_first = sorted(RUNS.rglob("checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in newest_first:
-        other = OmegaConf.load(path.parent.parent / "config.yaml")
-        if all(other.get(key) == cfg[key] for key in SAME_RUN):
-            return path
-    raise ValueError(
-        f"ckpt=last: none of the {len(newest_first)} checkpointed runs under {RUNS} has the same "
-        f"{', '.join(SAME_RUN)}; name a file instead"
-    )
-
-
 def chosen(trainer: L.Trainer) -> str | None:
     """The checkpoint with the best validation loss; None, and a word about it, where no validation has picked one."""
     best = best_checkpoint(trainer)
@@ -135,20 +121,22 @@ def chosen(trainer: L.Trainer) -> str | None:
     return best
 
 
-def status_of(error: BaseException, trainer: L.Trainer) -> tuple[str, BaseException]:
-    """What the record says of an error, and the error to raise: Ctrl-C anew, since Lightning makes it an exit code 1."""
+def status_of(error: BaseException) -> str:
     if isinstance(error, NonFiniteError):
-        return "diverged", error
+        return "diverged"
     if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error):
-        return "oom", error
+        return "oom"
+    return "interrupted" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed"
+
+
+def unmasked(error: BaseException, trainer: L.Trainer) -> BaseException:
+    """The error itself; Lightning makes Ctrl-C an exit code 1 and ignores the next one, and SIGTERM no code at all."""
     if isinstance(error, SIGTERMException):
-        return "interrupted", SystemExit(128 + signal.SIGTERM)
-    if isinstance(error, KeyboardInterrupt) or (
-        isinstance(error, SystemExit) and trainer.state.status == TrainerStatus.INTERRUPTED
-    ):
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # Lightning left it ignored
-        return "interrupted", KeyboardInterrupt()
-    return "failed", error
+        return SystemExit(128 + signal.SIGTERM)
+    if isinstance(error, SystemExit) and trainer.state.status == TrainerStatus.INTERRUPTED:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        return KeyboardInterrupt()
+    return error
 
 
 def numbers(trainer: L.Trainer, *prefixes: str) -> dict[str, float]:

@@ -44,10 +44,10 @@ def start(folder: Path, *overrides: str, error_at: tuple[int, Exception] | None 
     return train(cfg, folder)
 
 
-def command(cwd: Path, *overrides: str, env: dict[str, str] | None = None, launcher: tuple[str, ...] = ()):
+def command(cwd: Path, *overrides: str, env: dict | None = None, launcher: tuple[str, ...] = (), multirun: bool = False):
     """`python train.py ...` in a process of its own, standing in `cwd`."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("WANDB", "HYDRA"))}
-    line = [sys.executable, *launcher, str(ROOT / "train.py"), *SMALL, *overrides]
+    line = [sys.executable, *launcher, str(ROOT / "train.py"), *["-m"][:multirun], *SMALL, *overrides]
     return subprocess.run(
         line, capture_output=True, text=True, env=clean | (env or {}), timeout=240, cwd=cwd, stdin=subprocess.DEVNULL
     )

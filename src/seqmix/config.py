@@ -8,6 +8,7 @@ the meta device, which costs no memory).
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import sys
 from collections.abc import Iterable
@@ -32,6 +33,8 @@ from rich.table import Table
 
 from seqmix.model import SequenceModel
 
+RUNS = Path("outputs")
+SAME_RUN = ("model", "channel_mixer", "task", "size", "seed", "optimizer", "scheduler")  # what a resumed run must share
 FREE_FORM = ("hydra.job.env_set", "hydra.job_logging", "hydra.hydra_logging", "hydra.launcher", "hydra.sweeper")
 
 
@@ -91,9 +94,30 @@ def check(cfg: DictConfig) -> None:
         raise ValueError(f"show must be null or batch, got {cfg.show!r}")
     if cfg.matmul_precision not in ("highest", "high", "medium"):
         raise ValueError(f"matmul_precision must be highest, high or medium, got {cfg.matmul_precision!r}")
+    find_checkpoint(cfg)
     task = build(cfg.task)
     with torch.device("meta"):
         build_model(cfg, task.vocab_size)
+
+
+def find_checkpoint(cfg: DictConfig) -> Path | None:
+    """The file that `ckpt` names; for `last` the newest last.ckpt of a run with the same model, task, size and seed."""
+    if cfg.ckpt is None:
+        return None
+    if cfg.ckpt != "last":
+        path = Path(cfg.ckpt)
+        if not path.is_file():
+            raise ValueError(f"ckpt={cfg.ckpt}: there is no such file (looked for {path.absolute()})")
+        return path
+    newest_first = sorted(RUNS.rglob("checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in newest_first:
+        other = OmegaConf.load(path.parent.parent / "config.yaml")
+        if all(other.get(key) == cfg[key] for key in SAME_RUN):
+            return path
+    raise ValueError(
+        f"ckpt=last: none of the {len(newest_first)} checkpointed runs under {RUNS} has the same "
+        f"{', '.join(SAME_RUN)}; name a file instead"
+    )
 
 
 def build(node: DictConfig | None) -> Any:
@@ -122,19 +146,17 @@ def build_model(cfg: DictConfig, vocab_size: int) -> SequenceModel:
 
 
 class SweepTable(Callback):
-    """After a multirun: one line a job, the failed ones with their error, so that none is missed in the scroll."""
+    """After a multirun: one line a job, the failed ones with their error; exit code 1 where there is one."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[str, str, str]] = []
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
-        overrides = " ".join(job_return.overrides or [])
-        if isinstance(error := job_return._return_value, BaseException):
-            self.rows.append((overrides, getattr(error, "status", "failed"), f"{type(error).__name__}: {error}"[:200]))
-        else:
-            summary = job_return.return_value or {}
-            accuracy = summary.get("test/token_accuracy", summary.get("val/token_accuracy"))
-            self.rows.append((overrides, summary.get("status", "complete"), f"{accuracy:.4f}" if accuracy else ""))
+        if isinstance(job_return._return_value, dict):
+            summary = job_return._return_value
+            accuracy = summary.get("test/token_accuracy", summary.get("val/token_accuracy", math.nan))
+            result = summary.get("error") or f"{accuracy:.4f}"
+            self.rows.append((" ".join(job_return.overrides or []), summary["status"], result))
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         table = Table(title=f"{len(self.rows)} jobs in {config.hydra.sweep.dir}")
@@ -143,6 +165,8 @@ class SweepTable(Callback):
         for row in self.rows:
             table.add_row(*row)
         Console(stderr=True).print(table)
+        if any(status != "complete" for _, status, _ in self.rows):
+            raise SystemExit(1)
 
 
 def _check_overrides(overrides: list[Override], conf: Path, multirun: bool) -> None:

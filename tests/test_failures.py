@@ -1,0 +1,173 @@
+"""What a run leaves behind when it goes wrong, and what the commands do (cases E, F, G01, H01)."""
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from runs import ROOT, SELECTIVE_COPY, SMALL, command, metrics, start
+
+from seqmix.callbacks import NonFiniteError
+
+
+def summaries(folder):
+    return {path.parent: json.loads(path.read_text()) for path in sorted(folder.rglob("summary.json"))}
+
+
+def only(folder):
+    (found,) = summaries(folder).items()
+    return found
+
+
+def no_gcc(tmp_path):
+    """A PATH with Python and git on it, and no compiler."""
+    bin_ = tmp_path / "bin"
+    bin_.mkdir()
+    for tool in ("git", "uname", "sh"):
+        if found := shutil.which(tool):
+            (bin_ / tool).symlink_to(found)
+    return str(bin_)
+
+
+# One run
+
+
+def test_a_run_from_elsewhere_without_key_terminal_compiler_or_triton(tmp_path):
+    """Cases F07, G01, H01: relative paths are the caller's; wandb goes offline by itself; nothing but torch is needed."""
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 200)
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "triton.py").write_text("raise ImportError('no Triton here')")
+    env = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    env |= {"PATH": no_gcc(tmp_path), "PYTHONPATH": str(tmp_path / "site")}
+    done = command(tmp_path, "task=lm", "task.source=./text.txt", "task.seq_len=16", env=env)
+    assert done.returncode == 0, done.stderr
+    folder, summary = only(tmp_path / "outputs")
+    assert summary["status"] == "complete" and summary["test/bits_per_byte"] > 0
+    assert (folder / "metrics.csv").is_file() and (folder / ".hydra" / "overrides.yaml").is_file()
+    assert len(list((folder / "wandb").glob("offline-run-*/*.wandb"))) == 1
+    assert str(folder.relative_to(tmp_path)) in done.stdout, "the run's folder is printed"
+    assert "bits_per_byte" in done.stdout and "no C compiler" in done.stdout + done.stderr
+
+
+def test_show_batch_prints_and_makes_nothing(tmp_path):
+    done = command(tmp_path, *SELECTIVE_COPY, "show=batch")
+    assert done.returncode == 0, done.stderr
+    assert "^^^" in done.stdout and list(tmp_path.iterdir()) == []
+
+
+def test_a_printed_checkpoint_can_be_pasted_into_ckpt(tmp_path):
+    """Cases E02, E08; and `last`, which finds the run of the same config alone."""
+    base = ("logger=csv", *SELECTIVE_COPY)
+    assert command(tmp_path, *base, "model=lstm").returncode == 0
+    checkpoint = next((tmp_path / "outputs").rglob("last.ckpt")).relative_to(tmp_path)
+    assert "=" not in str(checkpoint)
+    torch.load(tmp_path / checkpoint, weights_only=True)
+    for ckpt, steps in ((checkpoint, 6), ("last", 8)):
+        done = command(tmp_path, *base, "model=lstm", f"ckpt={ckpt}", f"trainer.max_steps={steps}")
+        assert done.returncode == 0, done.stderr
+    assert [(s["steps"], bool(s["resumed_from"])) for s in summaries(tmp_path).values()] == [(4, 0), (6, 1), (8, 1)]
+    other = command(tmp_path, *base, "model=rnn", "ckpt=last")
+    assert other.returncode == 2 and "none of the 3 checkpointed runs" in other.stderr
+    assert len(summaries(tmp_path)) == 3
+
+
+def test_no_validation_tests_the_last_weights_and_says_so(tmp_path, caplog):
+    summary = start(tmp_path / "run", *SELECTIVE_COPY, "trainer.max_steps=1", "trainer.val_check_interval=50")
+    assert summary["status"] == "complete" and math.isfinite(summary["test/loss"])  # case E06: an interval beyond the run
+    assert "last weights" in caplog.text
+
+
+def test_a_wrong_monitor_is_named_at_the_first_validation(tmp_path):
+    with pytest.raises(ValueError, match="val/loss"):
+        start(tmp_path / "run", *SELECTIVE_COPY, "callbacks.checkpoint.monitor=val/los")
+
+
+def test_divergence_is_recorded_and_no_best_checkpoint_is_nan(tmp_path):
+    with pytest.raises(NonFiniteError, match="step"):
+        start(tmp_path / "run", *SELECTIVE_COPY, "optimizer.lr=1e30", "trainer.max_steps=50", "trainer.gradient_clip_val=null")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "diverged" and summary["steps"] < 50
+    best = tmp_path / "run" / "checkpoints" / "best.ckpt"
+    if best.exists():
+        weights = torch.load(best, weights_only=True)["state_dict"]
+        assert all(value.isfinite().all() for value in weights.values())
+
+
+def test_out_of_memory_is_a_result(tmp_path):
+    with pytest.raises(torch.OutOfMemoryError):
+        start(tmp_path / "run", *SELECTIVE_COPY, error_at=(2, torch.OutOfMemoryError("tried to allocate 80 GiB")))
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "oom" and summary["steps"] == 2 and "80 GiB" in summary["error"]
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_saves_and_stops_the_sweep(tmp_path, sent, code):
+    """Case E18."""
+    line = [sys.executable, str(ROOT / "train.py"), "-m", *SMALL, *SELECTIVE_COPY, "seed=0,1", "trainer.max_steps=100000"]
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("WANDB", "HYDRA"))}
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen([*line, "logger=csv"], cwd=tmp_path, stdout=log, stderr=log, env=env)
+        deadline = time.monotonic() + 90
+        while not any(path.stat().st_size > 200 for path in tmp_path.rglob("metrics.csv")):
+            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
+            time.sleep(0.2)
+        process.send_signal(sent)
+        returned = process.wait(timeout=60)
+    assert returned in (code, -sent), (tmp_path / "log").read_text()[-2000:]
+    folder, summary = only(tmp_path / "outputs")
+    assert summary["status"] == "interrupted"
+    saved = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+    assert saved["global_step"] == summary["steps"] > 0
+
+
+# Several runs
+
+
+def test_a_sweep_keeps_its_runs_apart_and_lists_its_failures(tmp_path):
+    """Cases F01, F02: every job a wandb run of its own, closed with its own exit code; each failure told, in its own log."""
+    done = command(tmp_path, "task.n_tokens=3", "task.seq_len=12,-1,16,2", "trainer.max_steps=2", multirun=True)
+    assert done.returncode == 1
+    sweep = tmp_path / "outputs" / "sweeps"
+    jobs = {int(path.parent.name): json.loads(path.read_text()) for path in sweep.rglob("summary.json")}
+    assert {n: job["status"] for n, job in jobs.items()} == {0: "complete", 2: "complete"}
+    runs = [path.name for path in sweep.rglob("offline-run-*")]
+    assert len(runs) == len({name.rsplit("-", 1)[-1] for name in runs}) == 2
+    table = done.stderr[done.stderr.index("4 jobs in") :]
+    assert table.count("complete") == 2 and table.count("failed") == 2
+    plain = re.sub(r"\s+", "", table.replace("│", ""))
+    assert "seq_len=-1" in plain and "n_tokens=3" in plain
+    for job in (1, 3):
+        (log,) = sweep.glob(f"*/{job}/train.log")
+        assert "ValueError" in log.read_text()
+
+
+def test_a_comma_without_m_says_what_is_missing(tmp_path):
+    done = command(tmp_path, "seed=0,1")
+    assert done.returncode == 2 and "-m" in done.stderr and "Traceback" not in done.stderr
+
+
+# Several processes
+
+
+def test_two_ranks_give_the_run_of_one(tmp_path):
+    """Case E14: gloo on the CPU; 9 validation rows, which two ranks cannot share evenly."""
+    base = ("logger=csv", *SELECTIVE_COPY, "task.eval_samples=9", "task.eval_batch_size=2", "model=mamba")
+    two = command(
+        tmp_path, *base, "trainer=ddp_cpu", "trainer.max_steps=4", "task.batch_size=2",
+        launcher=("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"), env={"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert two.returncode == 0, two.stderr[-3000:]
+    folder, summary = only(tmp_path / "outputs")
+    one = start(tmp_path / "one", *base, "task.batch_size=4")
+    for name in ("val/loss", "val/token_accuracy", "test/loss"):
+        assert summary[name] == pytest.approx(one[name], abs=1e-5), name
+    assert len(metrics(folder, "train/loss")) == 4
+    first, last = metrics(tmp_path / "one", "train/loss"), metrics(folder, "train/loss")
+    assert float(first[0]) == pytest.approx(float(last[0]), abs=1e-5)
