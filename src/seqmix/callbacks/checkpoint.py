@@ -155,14 +155,22 @@ class LastCheckpoint(Checkpoint):
         self._step = trainer.global_step
         if stepped:
             by_steps = self.every_n_steps is not None and self._step % self.every_n_steps == 0
-            by_time = self.every_minutes is not None and self.clock() - self._saved_at >= 60 * self.every_minutes
-            if trainer.strategy.broadcast(by_steps or by_time or self._step == trainer.max_steps):
+            if by_steps or self._step == trainer.max_steps or self._time_is_up(trainer):
                 self._save(trainer)
                 if by_steps and self.keep_steps != 0:
                     self._keep(trainer)
         self._in_step = False
         if self._interrupted:
             raise KeyboardInterrupt
+
+    def _time_is_up(self, trainer: L.Trainer) -> bool:
+        if self.every_minutes is None:
+            return False
+        up = self.clock() - self._saved_at >= 60 * self.every_minutes
+        if trainer.world_size == 1:
+            return up
+        # ranks must agree, and asking the first waits for the device: only now and then
+        return self._step % trainer.log_every_n_steps == 0 and trainer.strategy.broadcast(up)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._step > self._saved_step:
