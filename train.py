@@ -162,12 +162,14 @@ def print_table(summary: dict, cfg: DictConfig) -> None:
         row = [summary.get(f"{split}/{metric}") for split in ("train", "val", "test", "chance")]
         if any(value is not None for value in row):
             table.add_row(metric, *("" if value is None else f"{value:.4g}" for value in row))
-    table.add_section()
+    costs = Table(box=None, show_header=False)
+    costs.add_column()
+    costs.add_column(justify="right")
     for name, value in summary.items():
         if name.startswith(("speed/", "memory/")) and value is not None:
-            table.add_row(name, "", "", f"{value:,.4g}" if isinstance(value, float) else f"{value:,}", "")
+            costs.add_row(name, f"{value:,.4g}" if value < 1000 else f"{value:,.0f}")
     console = Console()
-    console.print(table)
+    console.print(table, costs)
     console.print(summary["folder"], soft_wrap=True, highlight=False)
 
 
