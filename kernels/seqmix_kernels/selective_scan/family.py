@@ -15,7 +15,7 @@ each form is that form again on flipped tensors: nothing is kept but ā and h.
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
 from .reference import discretise, initial, read_out
 
@@ -44,9 +44,6 @@ def blelloch(a: Tensor, b: Tensor) -> Tensor:
     later = slice(2, None, 2)
     h[:, later] = torch.addcmul(b[:, later], a[:, later], half[:, : (length - 1) // 2])
     return h
-
-
-_RECOMPUTE = {"use_reentrant": False, "preserve_rng_state": False}
 
 
 class _Scan(torch.autograd.Function):
@@ -78,7 +75,7 @@ def parallel(
     decay, b = discretise(x, dt, A, B, dt_bias, dt_softplus, discretization, seq_idx)
     h0 = initial(initial_state, b)
     h = _Scan.apply(decay, b, h0, scan) if x.shape[1] else b
-    final = h[:, -1] if x.shape[1] else h0
+    final = h[:, -1].clone() if x.shape[1] else h0  # a view would keep all states alive
     return read_out(h, x, C, D, z), final.flatten(1, 2)
 
 
@@ -92,21 +89,41 @@ def chunked(
     state = A.new_zeros(batch, width, A.shape[1]) if initial_state is None else initial_state
     if not length:
         return torch.empty_like(x), state.clone()
+    # split, not slices: each slice's backward would fill a tensor of the whole length with zeros
+    parts = [[None] * -(-length // chunk) if t is None else t.split(chunk, 1) for t in (x, dt, B, C, z)]
     ys = []
-    for start in range(0, length, chunk):
-        here = slice(start, start + chunk)
-        new = None
-        if seq_idx is not None:
-            # one index of look-back tells whether this chunk opens a document; the borrowed step is dropped again
-            new = seq_idx[:, max(start - 1, 0) : start + chunk]
-        zs = None if z is None else z[:, here]
-        args = (x[:, here], dt[:, here], A, B[:, here], C[:, here], D, zs, dt_bias)
-        y, state = checkpoint(_one_chunk, *args, dt_softplus, discretization, state, new, **_RECOMPUTE)
+    for i, (x_i, dt_i, B_i, C_i, z_i) in enumerate(zip(*parts, strict=True)):
+        # one index of look-back tells whether this chunk opens a document; `_one_chunk` drops it again
+        seq_i = None if seq_idx is None else seq_idx[:, max(i * chunk - 1, 0) : (i + 1) * chunk]
+        args = (x_i, dt_i, A, B_i, C_i, D, z_i, dt_bias, state, seq_i)
+        y, state = _Recomputed.apply(dt_softplus, discretization, *args)
         ys.append(y)
     return torch.cat(ys, 1), state
 
 
-def _one_chunk(x, dt, A, B, C, D, z, dt_bias, dt_softplus, discretization, state, seq_idx):
+class _Recomputed(torch.autograd.Function):
+    """One chunk that keeps its inputs alone. (torch's checkpoint leaves each chunk's tensors to the garbage collector.)"""
+
+    @staticmethod
+    def forward(ctx, dt_softplus, discretization, *tensors):
+        ctx.settings = dt_softplus, discretization
+        ctx.save_for_backward(*tensors)
+        return _one_chunk(*ctx.settings, *tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, dstate):
+        wanted = ctx.needs_input_grad[2:]
+        given = zip(ctx.saved_tensors, wanted, strict=True)
+        leaves = [t.detach().requires_grad_() if need else t for t, need in given]
+        with torch.enable_grad():
+            made = _one_chunk(*ctx.settings, *leaves)
+        asked = [t for t, need in zip(leaves, wanted, strict=True) if need]
+        grads = iter(torch.autograd.grad(made, asked, (dy, dstate), allow_unused=True))
+        return None, None, *(next(grads) if need else None for need in wanted)
+
+
+def _one_chunk(dt_softplus, discretization, x, dt, A, B, C, D, z, dt_bias, state, seq_idx):
     if seq_idx is not None and seq_idx.shape[1] > x.shape[1]:
         opens = (seq_idx[:, 1] != seq_idx[:, 0]).view(-1, 1, 1)
         state, seq_idx = state.masked_fill(opens, 0.0), seq_idx[:, 1:]
