@@ -169,16 +169,27 @@ def test_a_tied_head_counts_once_and_embeddings_can_be_left_out():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_one_nonfinite_element_is_found_and_large_finite_ones_are_not(bad, dtype):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_one_nonfinite_element_is_found_and_large_finite_ones_are_not(bad, dtype, device):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
     largest = torch.finfo(dtype).max
     fine = [torch.full((7,), largest, dtype=dtype), torch.zeros(0, dtype=dtype), torch.ones(3, 2)]
+    fine = [tensor.to(device) for tensor in fine]
     assert bool(measure.all_finite(fine)), "a 2-norm would overflow here"
-    broken = [*fine[:2], torch.ones(3, 2)]
+    broken = [*fine[:2], torch.ones(3, 2, device=device)]
     broken[2][1, 1] = bad
     assert not bool(measure.all_finite(broken))
     names = list(zip("abc", broken, strict=True))
     assert measure.first_nonfinite([("none", None), *names]) == "c"
     assert measure.first_nonfinite(zip("abc", fine, strict=True)) is None
+
+
+def test_complex_and_double_tensors_are_judged_by_their_own_range():
+    large = torch.full((3,), 1e300, dtype=torch.float64)
+    assert bool(measure.all_finite([torch.ones(2), large]))
+    assert bool(measure.all_finite([torch.ones(2, dtype=torch.complex64)]))
+    assert not bool(measure.all_finite([torch.ones(2), torch.tensor([1.0 + 1j * math.inf])]))
 
 
 def test_no_tensors_are_finite():

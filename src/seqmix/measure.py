@@ -224,12 +224,17 @@ def first_nonfinite(named: Iterable[tuple[str, Tensor | None]]) -> str | None:
 def all_finite(values: list[Tensor]) -> Tensor:
     """bool scalar on the device of the first: whether every element of every tensor is finite. Does not wait for it.
 
-    The largest magnitude is finite exactly when all are; a 2-norm could overflow on finite elements.
+    The extreme elements are finite exactly when all are; a 2-norm could overflow on finite elements.
     """
-    values = [v for v in values if v.numel() > 0]
+    values = [torch.view_as_real(v) if v.is_complex() else v for v in values if v.numel() > 0]
     if not values:
         return torch.tensor(True)
-    return torch.nn.utils.get_total_norm(values, norm_type=math.inf).isfinite()
+    wide = torch.float64 if any(v.dtype == torch.float64 for v in values) else torch.float32
+    if values[0].device.type == "cpu":  # where torch has no fast infinity norm: 20 times slower than this
+        extremes = [bound for v in values for bound in torch.aminmax(v)]
+    else:
+        extremes = torch._foreach_norm(values, math.inf)  # a few launches for all of them
+    return torch.stack([bound.to(wide) for bound in extremes]).isfinite().all()
 
 
 def environment(device: torch.device) -> dict[str, str | int | None]:
