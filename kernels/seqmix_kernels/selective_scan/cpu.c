@@ -142,11 +142,9 @@ static void load_states(float *to, const float *from, const int64_t *s, const st
     }
 }
 
-/* Also: which exponential the task needs. ΔA > 0 takes an A > 0, or a Δ < 0, which no softplus gives. */
-enum kind { EULER, EULER_GROWING, ZOH };
-
-static enum kind load_A(struct scratch *s, const struct args *a, const struct task *k) {
-    int grows = !a->softplus;
+/* Returns whether an A is positive. */
+static int load_A(struct scratch *s, const struct args *a, const struct task *k) {
+    int grows = 0;
     for (int64_t v = 0; v < k->nv; v++)
         for (int64_t n = 0; n < k->np; n++) {
             vf A = splat(0.0f);
@@ -157,7 +155,7 @@ static enum kind load_A(struct scratch *s, const struct args *a, const struct ta
             /* (exp(ΔA) - 1)/A is Δ to float32 long before A gets this small; 0 marks it */
             s->invA[v * k->np + n] = pick((A > 1e-20f) | (A < -1e-20f), 1.0f / A, splat(0.0f));
         }
-    return a->zoh ? ZOH : grows ? EULER_GROWING : EULER;
+    return grows;
 }
 
 static void load_state(vf *to, const float *from, const struct args *a, const struct task *k) { /* from (B,D,N) */
@@ -176,13 +174,18 @@ static void store_state(float *to, const vf *from, const struct args *a, const s
         }
 }
 
-/* Δ, x, Δx of the tile, and what else has the shape (L, D). Returns whether a document starts in the tile. */
-static int load_tile(struct scratch *s, const struct args *a, const struct task *k, int64_t t0, int64_t steps) {
-    int any = 0;
+/* What the inner loops are made for. ΔA > 0 takes an A > 0, or a Δ < 0, which no softplus gives. */
+enum kind { EULER, EULER_GROWING, ZOH };
+
+/* Δ, x, Δx of the tile, and D x. Sets whether a document starts in the tile. */
+static enum kind load_tile(struct scratch *s, const struct args *a, const struct task *k, int64_t t0, int64_t steps,
+                           int grows, int *any) {
+    *any = 0;
+    vi negative = {0};
     for (int64_t t = 0; t < steps; t++) {
         const int64_t at = k->b * a->length + t0 + t;
         s->fresh[t] = a->seq && t0 + t > 0 && a->seq[at] != a->seq[at - 1];
-        any |= s->fresh[t];
+        *any |= s->fresh[t];
     }
     load_states(s->B, a->B, a->sB, a, k, t0, steps);
     load_states(s->C, a->C, a->sC, a, k, t0, steps);
@@ -196,11 +199,13 @@ static int load_tile(struct scratch *s, const struct args *a, const struct task 
             s->x[i] = load(x + (t0 + t) * a->sx[1], a->sx[2], w);
             vf raw = load(dt + (t0 + t) * a->sdt[1], a->sdt[2], w) + bias;
             s->delta[i] = a->softplus ? softplus(raw) : raw;
+            negative |= s->delta[i] < 0.0f;
             s->dx[i] = s->delta[i] * s->x[i];
             s->y[i] = D * s->x[i];
         }
     }
-    return any;
+    for (int i = 0; i < VW; i++) grows |= negative[i];
+    return a->zoh ? ZOH : grows ? EULER_GROWING : EULER;
 }
 
 /* ---- forward ----------------------------------------------------------------------------------------------------- */
@@ -248,7 +253,7 @@ static void forward_task(const void *args, void *memory, int64_t i) {
     struct task k = find(a, i);
     lay_out(s, memory, a, TILE);
     int64_t chunks = (a->length + a->chunk - 1) / a->chunk;
-    enum kind kind = load_A(s, a, &k);
+    int any, grows = load_A(s, a, &k);
     load_state(s->h, a->h0, a, &k);
     for (int64_t t0 = 0, steps; t0 < a->length; t0 += steps) {
         int64_t next = (t0 / a->chunk + 1) * a->chunk;
@@ -258,7 +263,7 @@ static void forward_task(const void *args, void *memory, int64_t i) {
                 for (int64_t n = 0; n < a->n; n++)
                     store(a->bound + ((k.b * chunks + t0 / a->chunk) * a->n + n) * a->width + k.first + v * VW,
                           s->h[v * k.np + n], lanes(&k, v));
-        int any = load_tile(s, a, &k, t0, steps);
+        enum kind kind = load_tile(s, a, &k, t0, steps, grows, &any);
         int64_t to = t0 + steps;
         fetch(s, 0, a->x + k.b * a->sx[0] + to * a->sx[1] + k.first * a->sx[2], a->sx[1], a->sx[2]);
         fetch(s, 1, a->dt + k.b * a->sdt[0] + to * a->sdt[1] + k.first * a->sdt[2], a->sdt[1], a->sdt[2]);
@@ -401,7 +406,7 @@ static void backward_task(const void *args, void *memory, int64_t i) {
     lay_out(s, memory, a, a->chunk);
     int64_t chunks = (a->length + a->chunk - 1) / a->chunk;
     int64_t part = ((k.b * a->groups + k.g) * blocks(a) + k.index) * a->length;
-    enum kind kind = load_A(s, a, &k);
+    int any, grows = load_A(s, a, &k);
     load_state(s->g, a->dfinal, a, &k);
     memset(s->dA, 0, sizeof(vf) * k.nv * k.np);
     memset(s->dD, 0, sizeof(vf) * k.nv);
@@ -413,7 +418,7 @@ static void backward_task(const void *args, void *memory, int64_t i) {
                 s->h[v * k.np + n] = n < a->n
                     ? load(a->bound + ((k.b * chunks + c) * a->n + n) * a->width + k.first + v * VW, 1, lanes(&k, v))
                     : splat(0.0f);
-        int any = load_tile(s, a, &k, t0, steps);
+        enum kind kind = load_tile(s, a, &k, t0, steps, grows, &any);
         load_gradients(s, a, &k, t0, steps);
         int64_t to = t0 - a->chunk, here = (k.b * a->length + t0) * a->width + k.first;
         fetch(s, 0, a->x + k.b * a->sx[0] + to * a->sx[1] + k.first * a->sx[2], a->sx[1], a->sx[2]);
