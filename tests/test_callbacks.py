@@ -72,6 +72,7 @@ def collate(rows: list[Tensor]) -> Batch:
 
 class TinyTask(L.LightningDataModule):
     seq_len, vocab_size = LENGTH, V
+    token_bytes = None
 
     def __init__(self, clock: Clock | None = None, fetch_s: float = 0.0, batches: int = 1000, num_workers: int = 0):
         super().__init__()
@@ -603,7 +604,9 @@ def test_in_a_terminal_progress_is_a_bar_that_ends_with_training(tmp_path, monke
 def test_predictions_are_printed_written_and_counted(tmp_path, capsys):
     shown = callbacks.Predictions(tmp_path / "run", rows=2, max_chars=8, generate_tokens=3)
     module = TinyModule()
-    make_trainer(tmp_path, shown, max_steps=1).fit(module, datamodule=TinyTask())
+    text_task = TinyTask()
+    text_task.token_bytes = torch.ones(V)
+    make_trainer(tmp_path, shown, max_steps=1).fit(module, datamodule=text_task)
     batch = TinyTask().sample("val", torch.arange(2))
     with torch.no_grad():
         right = (module.model(batch.inputs).argmax(-1) == batch.targets).sum(-1).tolist()
@@ -613,6 +616,8 @@ def test_predictions_are_printed_written_and_counted(tmp_path, capsys):
     assert "prompt        bcdefg\n  continuation  ggg\n" in text
     assert "input       bcdefgab …" in capsys.readouterr().out
     assert module.model.training
+    make_trainer(tmp_path, shown, max_steps=1).fit(TinyModule(), datamodule=TinyTask())
+    assert "continuation" not in (tmp_path / "run" / "predictions.txt").read_text(), "not a task of text"
 
 
 # On a GPU, where nothing may wait for the device at every step

@@ -60,7 +60,8 @@ class SequenceModule(L.LightningModule):
             # Lightning divided each micro-batch's loss by their configured number
             scale = self.trainer.accumulate_grad_batches * self._first_tokens / self._step_tokens.clamp(min=1)
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            torch._foreach_mul_(gradients, scale)
+            if gradients:  # the guard against non-finite ones may have dropped them
+                torch._foreach_mul_(gradients, scale)
         self._micro_batches = 0
 
     def on_train_batch_end(self, outputs: object, batch: object, batch_index: int) -> None:

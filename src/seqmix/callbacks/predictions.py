@@ -16,8 +16,8 @@ class Predictions(L.Callback):
     """After training: prints the rows, writes them to `<dirpath>/predictions.txt`, logs them to wandb as a Table.
 
     rows: how many, the first of the validation split. max_chars: of each text shown on the terminal; the file and the
-    table have all of it. generate_tokens: if above 0, the model also continues the first half of each row by so many
-    tokens, at `temperature`, from a fixed seed; for tasks of text.
+    table have all of it. generate_tokens: on a task of text (one that knows its tokens' bytes) the model also continues
+    the first half of each row by so many tokens, at `temperature`, from a fixed seed; 0 leaves that out.
 
     A prediction is the largest logit at each scored position, and is right where it equals the target.
     """
@@ -30,7 +30,7 @@ class Predictions(L.Callback):
         dirpath: str | os.PathLike,
         rows: int = 4,
         max_chars: int = 160,
-        generate_tokens: int = 0,
+        generate_tokens: int = 200,
         temperature: float = 0.8,
     ):
         for name, value, least in (
@@ -58,7 +58,8 @@ class Predictions(L.Callback):
         model.eval()
         with torch.no_grad(), trainer.precision_plugin.forward_context():
             predicted = model(inputs).argmax(dim=-1)  # (B, L)
-            continued = self._continue(model, inputs) if self.generate_tokens > 0 else None
+            of_text = task.token_bytes is not None
+            continued = self._continue(model, inputs) if of_text and self.generate_tokens > 0 else None
         model.train(was_training)
         if not trainer.is_global_zero:
             return
