@@ -47,6 +47,7 @@ def assert_no_worse():
             size = exact.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
             error, budget = ((given[name].double() - exact).abs().max() / size for given in (ours, same_dtype))
             budget = factor * (budget + torch.finfo(ours[name].dtype).eps)
+            budget *= 2 if exact.numel() < 8 else 1  # so few draws of torch's error can be lucky ones
             assert error <= budget, f"{name}: error {error:.2e}, budget {budget:.2e}"
 
     return check
