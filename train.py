@@ -35,7 +35,7 @@ from seqmix import measure
 from seqmix.callbacks import NonFiniteError, best_checkpoint
 from seqmix.config import build, build_model, check, check_command_line, find_checkpoint, register_resolvers
 from seqmix.module import SequenceModule
-from seqmix.tracking import closing
+from seqmix.tracking import closing, source_facts, source_state
 
 CONF = Path(__file__).parent / "conf"
 log = logging.getLogger("seqmix")
@@ -81,7 +81,11 @@ def train(cfg: DictConfig, folder: Path) -> dict:
 
     OmegaConf.save(cfg, folder / "config.yaml")
     summary = {"status": "failed", "folder": str(folder), "resumed_from": checkpoint and str(checkpoint)}
-    facts = {"data": task.facts(), "environment": measure.environment(trainer.strategy.root_device)}
+    facts = {
+        "data": task.facts(),
+        "environment": measure.environment(trainer.strategy.root_device),
+        "source": source_facts(source_state()),
+    }
     with closing(loggers):
         try:
             for logger in loggers:

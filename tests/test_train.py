@@ -23,6 +23,7 @@ def test_every_model_takes_steps(tmp_path, model):
     assert len(metrics(folder, "train/loss")) == 4 and len(metrics(folder, "val/token_accuracy")) == 2
     written = json.loads((folder / "summary.json").read_text())
     assert written["test/loss"] == summary["test/loss"] and written["status"] == "complete"
+    assert len(written["source"]["commit"]) == 40 and written["data"]["n_tokens"] == 3 and written["environment"]["torch"]
 
 
 @pytest.mark.parametrize("task", names("task"))

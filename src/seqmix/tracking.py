@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import enum
+import hashlib
 import logging
 import math
 import netrc
@@ -218,7 +219,7 @@ class WandbLogger(L.pytorch.loggers.WandbLogger):
         source = source_state()
         config = plain_config(params)
         if source is not None:
-            config["source"] = {"commit": source.commit, "dirty": source.diff != ""}
+            config["source"] = source_facts(source)
         self._safely("config", lambda: self.experiment.config.update(config, allow_val_change=True))
         if source is not None and source.diff and self.log_diff:
             self._safely("diff", lambda: self._save_diff(source.diff))
@@ -386,6 +387,14 @@ def source_state(file: Path = Path(__file__)) -> SourceState | None:
     if len(diff) > MAX_DIFF_BYTES:
         diff = diff[:MAX_DIFF_BYTES] + f"\n[cut: {len(diff)} characters in all]\n"
     return SourceState(commit, diff)
+
+
+def source_facts(source: SourceState | None) -> dict[str, str | None] | None:
+    """What tells two versions of the code apart: the commit, and the hash of what differs from it (None: nothing)."""
+    if source is None:
+        return None
+    diff = hashlib.sha256(source.diff.encode()).hexdigest()[:16] if source.diff else None
+    return {"commit": source.commit, "diff_sha256": diff}
 
 
 def _git(folder: Path, *arguments: str) -> str:
