@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from seqmix_kernels import c_library
-from seqmix_kernels.selective_scan import op, selective_scan, which_impl
+from seqmix_kernels.selective_scan import bench, op, selective_scan, which_impl
 
 TORCH = ("sequential", "blelloch", "kogge_stone", "chunked")
 ALL = (*TORCH, "cpu")
@@ -555,3 +555,18 @@ def test_bad_input_is_named(change, words):
 def test_double_has_no_kernel():
     with pytest.raises(ValueError, match="float64"):
         run(make(1, 4, 3, 2), torch.float64, impl="cpu")
+
+
+# ---- what the benchmark compares with -------------------------------------------------------------------------------
+
+
+def test_the_loops_of_the_benchmark_compute_the_same():
+    leaves = bench.inputs(2, 9, 5, 3, torch.float32, "cpu")
+    wanted, _ = selective_scan(*leaves, dt_softplus=False, impl="sequential")
+    for loop in bench.LOOPS.values():
+        torch.testing.assert_close(loop(*leaves), wanted)
+
+
+def test_the_benchmark_measures():
+    found = bench.measure("cpu", [2, 9, 5, 3], torch.float32, "cpu", 0.0)
+    assert found["calls"] == 3 and found["fwd_bwd_ms"] > 0 and found["inference_ms"] > 0
