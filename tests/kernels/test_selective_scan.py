@@ -2,6 +2,8 @@
 
 import logging
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -491,6 +493,12 @@ def fresh_choice():
     yield
     for cached in (c_library.load, op._say_once):
         cached.cache_clear()
+
+
+def test_importing_needs_torch_alone():
+    code = "import sys, seqmix_kernels.selective_scan, seqmix_kernels.causal_conv1d\n"
+    code += "sys.exit(any(name in sys.modules for name in ('triton', 'torch._dynamo')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_auto_names_what_it_takes():

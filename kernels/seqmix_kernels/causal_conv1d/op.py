@@ -80,7 +80,7 @@ def why_not(impl: str, x: Tensor, weight: Tensor) -> str | None:
             return "it computes in float32, x is float64"
         if weight.shape[1] > cpu.MAX_TAPS:
             return f"it takes up to {cpu.MAX_TAPS} taps, weight has {weight.shape[1]}"
-        return _cpu_why_not()
+        return cpu.why_not()
     if impl == "fused":
         try:
             return _fused().why_not(x, weight)
@@ -89,8 +89,9 @@ def why_not(impl: str, x: Tensor, weight: Tensor) -> str | None:
     return None
 
 
-# torch.compile takes the answer for a constant: tracing must not run a compiler
-_cpu_why_not = torch.compiler.assume_constant_result(cpu.why_not)
+# torch.compile takes the answer for a constant: tracing must not run a C compiler. This mark is all that
+# torch.compiler.assume_constant_result sets, but that imports the whole compiler, and Triton with it
+cpu.why_not._dynamo_marked_constant = True
 
 
 def _fused():

@@ -96,12 +96,13 @@ def why_not(impl: str, x: Tensor) -> str | None:
     if impl == "cpu":
         if x.device.type != "cpu":
             return f"x is on {x.device}"
-        return "it computes in float32, x is float64" if x.dtype == torch.float64 else _cpu_why_not()
+        return "it computes in float32, x is float64" if x.dtype == torch.float64 else cpu.why_not()
     return _fused_why_not(x) if impl == "fused" else None
 
 
-# torch.compile takes the answer for a constant: tracing must not run a compiler
-_cpu_why_not = torch.compiler.assume_constant_result(cpu.why_not)
+# torch.compile takes the answer for a constant: tracing must not run a C compiler. This mark is all that
+# torch.compiler.assume_constant_result sets, but that imports the whole compiler, and Triton with it
+cpu.why_not._dynamo_marked_constant = True
 
 
 def _fused():
