@@ -10,6 +10,7 @@ forms   the same shapes by plain Triton, and by Gluon with other numbers of segm
 
 import sys
 import time
+from typing import NamedTuple
 
 import torch
 import triton
@@ -58,60 +59,78 @@ def gradients(args, run, dy, dfinal):
     return [y.detach(), final.detach(), *torch.autograd.grad((y, final), given, (dy, dfinal))]
 
 
-def errors(args, how=None, softplus=True, discretization="euler", seq_idx=None, chunk=None):
-    """Relative errors of the fused scan: {name: ||ours - true|| / ||true||}."""
-    r = torch.Generator(args[0].device).manual_seed(1)
-    dy = torch.randn(args[0].shape, generator=r, device=args[0].device).to(args[0].dtype)
-    batch, _, width = dy.shape
-    dfinal = torch.randn(batch, width, args[2].shape[1], generator=r, device=dy.device)
+class Errors(NamedTuple):
+    """||got - true|| / ||true|| by name, of the fused scan and of plain torch on the same inputs; did two runs agree?"""
 
-    def true(t):
+    ours: dict
+    torch: dict
+    same: bool
+
+
+def errors(args, how=None, softplus=True, discretization="euler", seq_idx=None, chunk=None, keep_y=True, dy=None):
+    """Against the plain recurrence in float64, on whatever device args are. dy: the output's gradient, random if None."""
+    x, A = args[0], args[2]
+    r = torch.Generator(x.device).manual_seed(1)
+    random = torch.randn(x.shape, generator=r, device=x.device).to(x.dtype)
+    dy = random if dy is None else dy
+    dfinal = torch.randn(x.shape[0], *A.shape, generator=r, device=x.device)
+
+    def plain(t):
         return reference.sequential(*t[:8], softplus, discretization, t[8], seq_idx)
 
-    double = [None if t is None else t.double() for t in args]
-    want = gradients(double, true, dy.double(), dfinal.double())
-    tensors = (*args, seq_idx)
+    want = gradients([None if t is None else t.double() for t in args], plain, dy.double(), dfinal.double())
+    theirs = gradients(args, plain, dy, dfinal)
     settings = (softplus, discretization, chunk)
-    y, final, states, ungated = fused.forward(*tensors, *settings, how=how)
-    got = fused.backward(dy, dfinal, *tensors, states, ungated, *settings, how=how)
-    again = fused.backward(dy, dfinal, *tensors, states, ungated, *settings, how=how)
-    for name, a, b in zip(NAMES, got, again, strict=True):
-        if not torch.equal(a, b):
-            print(f"two runs differ in d{name}: {a.isnan().sum()} and {b.isnan().sum()} NaN, {(a != b).sum()} of {a.numel()}")
-    order = [got[i] for i in (0, 1, 2, 3, 4, 5, 6, 7, 8)]
-    got = [y, final, *(g for g, t in zip(order, args, strict=True) if t is not None)]
+    y, final, states, none = fused.forward(*args, seq_idx, *settings, how=how)
+    saved = (states, y if keep_y else none)
+    runs = [
+        fused.backward(dy, dfinal, *args, seq_idx, *saved, *settings, how=how) for _ in range(2)
+    ]
+    got = [y, final, *(g for g, t in zip(runs[0], args, strict=True) if t is not None)]
     names = ["y", "final", *("d" + name for name, t in zip(NAMES, args, strict=True) if t is not None)]
-    return {
-        name: ((g.double() - w).norm() / w.norm()).item() for name, g, w in zip(names, got, want, strict=True)
-    }  # fmt: skip
+
+    def relative(values):
+        return {
+            k: ((v.double() - w).norm() / w.norm().clamp_min(1e-30)).item()
+            for k, v, w in zip(names, values, want, strict=True)
+        }
+
+    same = all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    return Errors(relative(got), relative(theirs), same)
+
+
+def report(title, e: Errors):
+    """One line: the worst value against plain torch, then all."""
+    worst = max(e.ours, key=lambda k: e.ours[k] / max(e.torch[k], 1e-9) if e.ours[k] == e.ours[k] else 1e9)
+    print(f"{title:64s} {'' if e.same else 'TWO RUNS DIFFER '}worst {worst} {e.ours[worst]:.1e} torch {e.torch[worst]:.1e}"
+          " | " + " ".join(f"{k}={v:.0e}" for k, v in e.ours.items()), flush=True)  # fmt: skip
 
 
 def check():
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True)  # torch.empty is filled with NaN: what is not written shows
+    few = fused.SMS
     for batch, length, width, n, groups, dtype, without in CASES:
         args = inputs(batch, length, width, n, groups, dtype, without)
-        hows = [fused.Plan(False)]
-        if fused.gluon_why_not(args[0], n, groups, None, "euler") is None:
-            hows += [fused.Plan(True, 1), fused.Plan(True, 3)]
-        for how in hows:
-            for few in (0, 132) if how.gluon else (132,):
-                fused.SMS = few
-                e = errors(args, how)
-                worst = max(e, key=lambda k: e[k] if e[k] == e[k] else 1e9)
-                print(f"B{batch} L{length} D{width} N{n} G{groups} {str(dtype)[6:]:8s} {how} few={few}"
-                      f" worst {worst} {e[worst]:.1e} | " + " ".join(f"{k}={v:.0e}" for k, v in e.items()), flush=True)
-    fused.SMS = 132
-    for few in (0, 132):
-        fused.SMS = few
-        e = errors(inputs(2, 333, 192, 16), fused.Plan(True, 2), chunk=16)
-        print(f"chunk 16 few={few}", " ".join(f"{k}={v:.0e}" for k, v in e.items()))
-    fused.SMS = 132
+        title = f"B{batch} L{length} D{width} N{n} G{groups} {str(dtype)[6:]}"
+        report(title + " plain", errors(args, fused.Plan(False)))
+        if fused.gluon_why_not(args[0], n, groups, None, "euler") is not None:
+            continue
+        for segments in (1, 3):
+            for fused.SMS in (0, few):  # the two forms of the backward
+                how = fused.Plan(True, segments)
+                report(f"{title} segments {segments} few {fused.SMS > 0}", errors(args, how))
+                if args[6] is not None:
+                    zero = [t.clone() if i == 6 else t for i, t in enumerate(args)]
+                    zero[6][:, ::5, ::3] = 0
+                    report("  zeros in z", errors(zero, how))
+                    report("  y not kept", errors(zero, how, keep_y=False))
+    for fused.SMS in (0, few):
+        report(f"chunk 16 few {fused.SMS > 0}", errors(inputs(2, 333, 192, 16), fused.Plan(True, 2), chunk=16))
+    fused.SMS = few
     seq = torch.tensor([0] * 30 + [1] * 70 + [2] * 20, device="cuda").repeat(2, 1)
-    e = errors(inputs(2, 120, 40, 16), seq_idx=seq)
-    print("seq_idx", " ".join(f"{k}={v:.0e}" for k, v in e.items()))
-    e = errors(inputs(2, 120, 40, 16, dtype=torch.float32), seq_idx=seq, discretization="zoh", softplus=True)
-    print("zoh, seq_idx", " ".join(f"{k}={v:.0e}" for k, v in e.items()))
+    report("seq_idx", errors(inputs(2, 120, 40, 16), seq_idx=seq))
+    report("zoh, seq_idx", errors(inputs(2, 120, 40, 16, dtype=torch.float32), seq_idx=seq, discretization="zoh"))
     torch.use_deterministic_algorithms(False)
 
 
@@ -129,8 +148,8 @@ def measure(args, how=None, chunk=None):
 
     def both():
         if how is not None:
-            y, _, states, ungated = fused.forward(*args, None, True, "euler", chunk, True, how)
-            grads = fused.backward(dy, None, *args, None, states, ungated, True, "euler", chunk, how)
+            y, _, states, _ = fused.forward(*args, None, True, "euler", chunk, True, how)
+            grads = fused.backward(dy, None, *args, None, states, y, True, "euler", chunk, how)
             return y, grads
         y, _ = op.selective_scan(*leaves[:8], initial_state=leaves[8], chunk=chunk, impl="fused")
         return y, torch.autograd.grad(y, given, dy)

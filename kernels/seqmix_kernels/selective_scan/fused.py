@@ -23,6 +23,7 @@ from . import triton_kernels as tk
 GROUP = 2  # steps whose states and decays the plain backward holds in registers
 BLOCK, WARPS = 64, 4  # channels and warps of a Gluon CTA
 TILE_FWD, TILE_BWD = 32, 16  # steps of a Gluon tile
+CARRY_REGS = 128
 SMS = 132  # of an H200, where the rules below were measured
 OPTIONAL = Tensor | None
 
@@ -57,6 +58,8 @@ def gluon_why_not(x: Tensor, n: int, groups: int, seq_idx: OPTIONAL, discretizat
         return f"N = {n}, more than 16"
     if n < 9:
         return f"N = {n}: half of the 16 states or more would be padding"
+    if x.shape[2] % 2:
+        return f"D = {x.shape[2]} is odd"
     if groups > 1 and x.shape[2] // groups % BLOCK:
         return f"a group's {x.shape[2] // groups} channels are no multiple of {BLOCK}"
     if seq_idx is not None:
@@ -94,13 +97,13 @@ def chunk_for(n: int, chunk: int | None) -> int:
     return min(32 if n <= 16 else 1024, max(16, triton.next_power_of_2(chunk)))
 
 
-def boundary_spec(x: Tensor, n: int, chunk: int | None) -> tuple[tuple[int, int, int, int], torch.dtype]:
-    """Shape and dtype of `boundary_states` of `forward`: (B, chunks, N, D) float32, or (B, chunks, N + 1, D) int16."""
+def boundary_spec(x: Tensor, n: int, chunk: int | None) -> tuple[tuple[int, int, int], torch.dtype]:
+    """Shape and dtype of `boundary_states` of `forward`: (B, chunks, D N) float32, or (B, chunks, D (N + 1)) int16."""
     batch, length, width = x.shape
-    chunks = triton.cdiv(length, chunk_for(n, chunk))
+    chunks = triton.cdiv(length, chunk_for(n, chunk)) + 1  # and one of flags
     if x.dtype == torch.float32:
-        return (batch, chunks, n, width), torch.float32
-    return (batch, chunks, n + 1, width), torch.int16
+        return (batch, chunks, width * n), torch.float32
+    return (batch, chunks, width * (n + 1)), torch.int16
 
 
 def forward(
@@ -136,12 +139,13 @@ def forward(
     if how.gluon:
         from . import gluon_kernels as gk
 
-        x, dt, z = _rows(x), _rows(dt), _rows(z)
+        x, dt, z = _words(x), _words(dt), _words(z)
         segments, steps = _segments(length, how.segments)
         ini = _state_in(initial_state, A, batch, segments, 0)
         if segments > 1:
             _carry(x, dt, A, B, z, dt_bias, dt_softplus, ini, initial_state is not None, segments, steps, False)
-        gk.fwd_kernel[(triton.cdiv(width, BLOCK), batch, segments)](
+        blocks = triton.cdiv(width, BLOCK)
+        gk.fwd_kernel[(blocks, batch, segments)](
             x, dt, A, B, C, _or(D, A), _or(z, x), _or(dt_bias, A), ini, y, final, states,
             length, width, width // groups, steps, segments, *x.stride()[:2], *dt.stride()[:2], *_or(z, x).stride()[:2],
             *B.stride()[:3], *C.stride()[:3],
@@ -163,6 +167,8 @@ def forward(
         HAS_H0=initial_state is not None, HAS_SEQ=seq_idx is not None, SOFTPLUS=dt_softplus,
         ZOH=discretization == "zoh", SAVE=save, BFP=dtype == torch.int16, G=groups, num_warps=warps,
     )  # fmt: skip
+    if save:
+        states[:, -1].fill_(1)
     return y, final, states, x.new_empty(0)
 
 
@@ -180,13 +186,16 @@ def backward(
     initial_state: OPTIONAL,
     seq_idx: OPTIONAL,
     boundary_states: Tensor,
-    y_ungated: Tensor,
+    y: Tensor,
     dt_softplus: bool,
     discretization: str,
     chunk: int | None,
     how: Plan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial; shape (0,) for what was not given."""
+    """dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial; shape (0,) for what was not given.
+
+    y: the output of `forward`, unchanged since, or shape (0,). With it dz needs no second C . h.
+    """
     batch, length, width = x.shape
     n, groups = A.shape[1], B.shape[2]
     K = chunk_for(n, chunk)
@@ -207,22 +216,25 @@ def backward(
     if how.gluon:
         from . import gluon_kernels as gk
 
-        dy, x, dt, z = _rows(dy), _rows(x), _rows(dt), _rows(z)
+        dy, x, dt, z = _words(dy), _words(x), _words(dt), _words(z)
         blocks = triton.cdiv(width, BLOCK)
         if segments > 1:
             _carry(dy, dt, A, C, z, dt_bias, dt_softplus, adjoint, dfinal is not None, segments, steps, True)
+        # in float16 a small output has too few digits left for y / silu(z)
+        keep = y.numel() > 0 and z is not None and x.dtype != torch.float16
         few = batch * blocks * segments <= 2 * SMS
         per_group = blocks // groups
         piece = _piece(batch * segments, steps, blocks * 2 * n * 4, x.element_size() * width, K)
         partial = A.new_empty(batch * segments, piece, groups, per_group, 2 * n)
         for p0 in reversed(range(0, steps, piece)):
             gk.bwd_kernel[(blocks, batch, segments)](
-                dy, x, dt, A, B, C, _or(D, A), _or(z, x), _or(dt_bias, A), boundary_states, adjoint,
+                dy, x, dt, A, B, C, _or(D, A), _or(z, x), y if keep else x, _or(dt_bias, A),
+                boundary_states, adjoint,
                 dx, ddt, dz, partial, sums,
                 length, p0, piece, width, width // groups, blocks, steps, segments, *dy.stride()[:2], *x.stride()[:2],
                 *dt.stride()[:2], *_or(z, x).stride()[:2], *B.stride()[:3], *C.stride()[:3],
                 N=n, NT=K // TILE_BWD, EVEN_L=length % K == 0, EVEN_D=width % BLOCK == 0,
-                PRE=few, **given, num_warps=WARPS, **({} if few else _three_ctas(x)),
+                HAS_Y=keep, PRE=few, **given, num_warps=WARPS, **({} if few else _three_ctas(x)),
             )  # fmt: skip
             _reduce_bc(partial, dB, dC, p0, steps, segments)
         return _gradients(dx, ddt, sums, dB, dC, D, dz, dt_bias, initial_state, adjoint)
@@ -248,10 +260,9 @@ def _gradients(dx, ddt, sums, dB, dC, D, dz, dt_bias, initial_state, adjoint):
     rows, n, width = sums.shape[0], sums.shape[1] - 2, sums.shape[2]
     dA, dD, dbias = sums.new_zeros(width, n), sums.new_zeros(width), sums.new_zeros(width)
     if rows and width and dx.numel():
-        np2 = triton.next_power_of_2(n)
-        block = max(1, 256 // np2)
-        tk.finish_kernel[(triton.cdiv(width, block),)](
-            sums, dA, dD, dbias, rows, width, N=n, NP=np2, BD=block, num_warps=1
+        np2 = triton.next_power_of_2(n + 2)
+        tk.finish_kernel[(triton.cdiv(width, 8),)](
+            sums, dA, dD, dbias, rows, width, N=n, N2P=np2, BD=8, RB=max(1, 512 // np2), num_warps=4
         )
     none = sums.new_empty(0)
     return (
@@ -263,10 +274,12 @@ def _gradients(dx, ddt, sums, dB, dC, D, dz, dt_bias, initial_state, adjoint):
 def _reduce_bc(partial: Tensor, dB: Tensor, dC: Tensor, p0: int, steps: int, segments: int) -> None:
     rows, piece, groups, blocks, n2 = partial.shape
     np2 = triton.next_power_of_2(n2)
-    step, count = max(1, 512 // np2), rows * piece * groups
+    # a tile of 4096: enough loads in flight, enough programs
+    wide = min(32, triton.next_power_of_2(blocks))
+    step, count = max(1, 4096 // (np2 * wide)), rows * piece * groups
     tk.reduce_bc_kernel[(triton.cdiv(count, step),)](
         partial, dB, dC, count, piece, blocks, p0, steps, segments, dB.shape[1],
-        C=groups, N=n2 // 2, N2P=np2, R=step, num_warps=4,
+        C=groups, N=n2 // 2, N2P=np2, R=step, KB=wide, num_warps=4,
     )  # fmt: skip
 
 
@@ -281,8 +294,8 @@ def _carry(x, dt, A, B, z, dt_bias, softplus, ini, has_ini, segments, steps, rev
         x, dt, A, B, _or(z, x), _or(dt_bias, A), end, total,
         length, width, width // B.shape[2], steps, segments, *x.stride()[:2], *dt.stride()[:2], *_or(z, x).stride()[:2],
         *B.stride()[:3], N=n, REV=reverse, HAS_Z=reverse and z is not None,
-        HAS_BIAS=dt_bias is not None, SOFTPLUS=softplus, EVEN_L=length == segments * steps, EVEN_D=width % BLOCK == 0,
-        num_warps=WARPS,
+        HAS_BIAS=dt_bias is not None, SOFTPLUS=softplus, EVEN_L=length % TILE_FWD == 0, EVEN_D=width % BLOCK == 0,
+        num_warps=WARPS, **({} if x.dtype == torch.float32 else {"maxnreg": CARRY_REGS}),
     )  # fmt: skip
     tk.combine_kernel[(triton.cdiv(width, 16), batch)](
         end, total, A, ini, segments, width, N=n, NP=triton.next_power_of_2(n), BD=16, REV=reverse, HAS_INI=has_ini,
@@ -323,8 +336,8 @@ def _block(n: int, per_group: int, zoh: bool) -> tuple[int, int, int]:
 
 
 def _piece(rows: int, length: int, partial_bytes: int, x_bytes: int, K: int) -> int:
-    """Steps a backward launch takes: such that its partials take at most a quarter of x, or 16 MiB if that is more."""
-    budget = max(1 << 24, rows * length * x_bytes // 4)
+    """Steps a backward launch takes: such that its partials take at most half of x, or 16 MiB if that is more."""
+    budget = max(1 << 24, rows * length * x_bytes // 2)
     steps = budget // (rows * partial_bytes) // K * K
     return min(max(steps, K), triton.cdiv(length, K) * K)
 
@@ -336,6 +349,14 @@ def _dense(t: OPTIONAL) -> OPTIONAL:
 def _rows(t: OPTIONAL) -> OPTIONAL:
     """With the last dimension contiguous in memory."""
     return t if t is None or t.stride(-1) == 1 else t.contiguous()
+
+
+def _words(t: OPTIONAL) -> OPTIONAL:
+    """With a last dimension that can be read as 32-bit words."""
+    if t is None or t.element_size() == 4:
+        return _rows(t)
+    ok = t.stride(-1) == 1 and t.stride(0) % 2 == 0 and t.stride(1) % 2 == 0 and t.data_ptr() % 4 == 0
+    return t if ok else t.clone(memory_format=torch.contiguous_format)
 
 
 def _or(t: OPTIONAL, other: Tensor) -> Tensor:

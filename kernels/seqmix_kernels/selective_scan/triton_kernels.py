@@ -12,14 +12,16 @@ Only the state before every K-th step leaves the kernel. The backward walks the 
 forward, keeping the state before every S-th step in scratch, and then each group of S steps forward and backward in
 registers.
 
-Saved states: float32 (rows, chunks, N, D), or for 16-bit inputs block floating point, int16 (rows, chunks, N + 1, D):
-15 bits and a sign relative to the largest state of the channel, whose biased exponent is row N.
+Saved states (rows, chunks, ...): float32 [D, N], or for 16-bit inputs block floating point, int16: [D, N] with 15 bits
+and a sign relative to the largest state of the channel, then the D biased exponents. One chunk more holds flags: not 0 if
+the Gluon backward must not divide y by silu(z).
 """
 
 import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+SHRINK, GROW = tl.constexpr(0.999938964), tl.constexpr(1.00006104)  # 1 - 2^-14 and its inverse
 MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves the rounded integer in the low mantissa bits
 
 _ints = ["one", "L", "T0", "T1", "PL", "D", "DG", "NB", "sxb", "sxl", "sxd", "stb", "stl", "std", "szb", "szl", "szd",
@@ -59,27 +61,27 @@ def zoh(q):
 
 
 @triton.jit
-def save_state(ptr, h, n, d, N: tl.constexpr, D, mask, dm, BFP: tl.constexpr):
-    """One saved state; ptr points at [0, 0] of its (N or N + 1, D) block."""
+def save_state(ptr, h, n, d, N: tl.constexpr, D, one, mask, dm, BFP: tl.constexpr):
+    """One saved state: [D, N] at ptr, then with BFP the D exponents."""
+    p = ptr + d[None, :].to(tl.int64) * N + n[:, None] * one
     if BFP:
         m = tl.max(h.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0) >> 23  # exponent of the largest; 255: not finite
         e = tl.maximum(m, 14)
-        scale = ((268 - tl.minimum(e, 254)) << 23).to(tl.float32, bitcast=True)  # 2^(141 - e): |h| scale <= 2^15
-        v = h * scale[None, :]
-        v = tl.minimum(tl.maximum(v, -32767.0), 32767.0)
-        q = (v + MAGIC).to(tl.int32, bitcast=True).to(tl.int16)
-        tl.store(ptr + n[:, None].to(tl.int64) * D + d[None, :], q, mask=mask)
+        # 2^(141 - e), a little less: |h| scale < 32767
+        scale = ((268 - tl.minimum(e, 254)) << 23).to(tl.float32, bitcast=True) * SHRINK
+        q = (h * scale[None, :] + MAGIC).to(tl.int32, bitcast=True).to(tl.int16)
+        tl.store(p, q, mask=mask)
         tl.store(ptr + N * D.to(tl.int64) + d, e.to(tl.int16), mask=dm)
     else:
-        tl.store(ptr + n[:, None].to(tl.int64) * D + d[None, :], h, mask=mask)
+        tl.store(p, h, mask=mask)
 
 
 @triton.jit
-def load_state(ptr, n, d, N: tl.constexpr, D, mask, dm, BFP: tl.constexpr):
-    h = tl.load(ptr + n[:, None].to(tl.int64) * D + d[None, :], mask=mask, other=0).to(tl.float32)
+def load_state(ptr, n, d, N: tl.constexpr, D, one, mask, dm, BFP: tl.constexpr):
+    h = tl.load(ptr + d[None, :].to(tl.int64) * N + n[:, None] * one, mask=mask, other=0).to(tl.float32)
     if BFP:
         e = tl.load(ptr + N * D.to(tl.int64) + d, mask=dm, other=14).to(tl.int32)
-        f = ((e - 14) << 23).to(tl.float32, bitcast=True)
+        f = ((e - 14) << 23).to(tl.float32, bitcast=True) * GROW
         h = h * tl.where(e == 255, float("nan"), f)[None, :]
     return h
 
@@ -111,7 +113,7 @@ def fwd_kernel(
     Cp = C_ptr + b * sCb + g * sCg.to(tl.int64) + n
     qp = seq_ptr + b * sqb
     R: tl.constexpr = N + 1 if BFP else N
-    hp = hs_ptr + b * ((L + K - 1) // K) * R * D
+    hp = hs_ptr + b * ((L + K - 1) // K + 1) * R * D
     sp = (b * D + d[None, :]) * N + n[:, None]
     if HAS_H0:
         h = tl.load(h0_ptr + sp, mask=m2, other=0.0)
@@ -142,7 +144,7 @@ def fwd_kernel(
                            != tl.load(qp + (t - 1) * sql, mask=tm & (t > 0), other=0),)  # fmt: skip
         if SAVE:
             if t0 % K == 0:
-                save_state(hp + (b * 0 + t0 // K) * R * D, h, n, d, N, D, m2, dm, BFP)
+                save_state(hp + (b * 0 + t0 // K) * R * D, h, n, d, N, D, one, m2, dm, BFP)
         for k in tl.static_range(S):
             t = b * 0 + t0 + k
             x = xs[k]
@@ -204,7 +206,7 @@ def bwd_kernel(
     qp = seq_ptr + b * sqb
     pp = pbc_ptr + ((b * PL * G + g) * NB + blk) * (2 * N) + n
     R: tl.constexpr = N + 1 if BFP else N
-    hp = hs_ptr + b * ((L + K - 1) // K) * R * D
+    hp = hs_ptr + b * ((L + K - 1) // K + 1) * R * D
     kp = scratch_ptr + (pid.to(tl.int64) * (K // S)) * (NP * BD) + n[:, None] * BD + tl.arange(0, BD)[None, :] * one
     ap = adj_ptr + (b * N + n[:, None]) * D + d[None, :]
     carry = tl.load(ap, mask=m2, other=0.0)
@@ -224,7 +226,7 @@ def bwd_kernel(
     c1 = (T1 + K - 1) // K
     for cc in range(0, c1 - T0 // K):
         c = c1 - 1 - cc
-        h = load_state(hp + (b * 0 + c) * R * D, n, d, N, D, m2, dm, BFP)
+        h = load_state(hp + (b * 0 + c) * R * D, n, d, N, D, one, m2, dm, BFP)
         for j in range(0, K // S):
             tl.store(kp + j * (NP * BD), h)
             for k in tl.static_range(S):
@@ -337,16 +339,19 @@ def bwd_kernel(
 @triton.jit(do_not_specialize=["R0", "PL", "NB", "P0", "LS", "SEG", "L"])
 def reduce_bc_kernel(
     p_ptr, dB_ptr, dC_ptr, R0, PL, NB, P0, LS, SEG, L,
-    C: tl.constexpr, N: tl.constexpr, N2P: tl.constexpr, R: tl.constexpr,
+    C: tl.constexpr, N: tl.constexpr, N2P: tl.constexpr, R: tl.constexpr, KB: tl.constexpr,
 ):  # fmt: skip
     """dB, dC (rows, L, C, N) at steps P0 to P0 + PL of each of the SEG segments of LS steps, from the partials
     (rows SEG, PL, C, NB, 2 N), always in the same order. R0: how many (row, segment, step, C) there are."""
     r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     c = tl.arange(0, N2P)
+    k = tl.arange(0, KB)
     m = (r < R0)[:, None] & (c < 2 * N)[None, :]
     acc = tl.zeros([R, N2P], tl.float32)
-    for k in range(0, NB):
-        acc += tl.load(p_ptr + (r[:, None] * NB + k) * (2 * N) + c[None, :], mask=m, other=0.0)
+    p = p_ptr + (r[:, None, None] * NB + k[None, :, None]) * (2 * N) + c[None, None, :]
+    for k0 in range(0, NB, KB):
+        part = tl.load(p + k0 * (2 * N), mask=m[:, None, :] & (k + k0 < NB)[None, :, None], other=0.0)
+        acc += tl.sum(part, axis=1)
     row = r // (PL * C)
     i = r - row * (PL * C)
     t = (row % SEG) * LS + P0 + i // C
@@ -372,30 +377,35 @@ def combine_kernel(
     if HAS_INI:
         s0 = SEG - 1 if REV else 0
         h = tl.load(ini_ptr + ((b * SEG + s0) * N + n[:, None]) * D + d[None, :], mask=m, other=0.0)
-    for i in range(0, SEG):
-        s = SEG - 1 - i if REV else i
-        p = ((b * SEG + s) * N + n[:, None]) * D + d[None, :]
-        tl.store(ini_ptr + p, h, mask=m)
-        total = tl.load(sum_ptr + (b * SEG + s) * D + d, mask=d < D, other=0.0)
-        h = tl.exp2(A * total[None, :] * LOG2E) * h + tl.load(end_ptr + p, mask=m, other=0.0)
+    for i0 in range(0, SEG, 4):
+        ends = ()
+        sums = ()
+        for k in tl.static_range(4):  # loads first: no segment waits for memory
+            s = b * SEG + (SEG - 1 - i0 - k if REV else i0 + k)
+            ok = i0 + k < SEG
+            sums = sums + (tl.load(sum_ptr + s * D + d, mask=(d < D) & ok, other=0.0),)
+            ends = ends + (tl.load(end_ptr + (s * N + n[:, None]) * D + d[None, :], mask=m & ok, other=0.0),)
+        for k in tl.static_range(4):
+            s = b * SEG + (SEG - 1 - i0 - k if REV else i0 + k)
+            tl.store(ini_ptr + (s * N + n[:, None]) * D + d[None, :], h, mask=m & (i0 + k < SEG))
+            h = tl.exp2(A * sums[k][None, :] * LOG2E) * h + ends[k]
 
 
 @triton.jit(do_not_specialize=["ROWS", "D"])
-def finish_kernel(p_ptr, dA_ptr, dD_ptr, db_ptr, ROWS, D, N: tl.constexpr, NP: tl.constexpr, BD: tl.constexpr):
-    """dA (D, N), dD (D,), ddt_bias (D,) from the rows of pA, always in the same order."""
+def finish_kernel(
+    p_ptr, dA_ptr, dD_ptr, db_ptr, ROWS, D, N: tl.constexpr, N2P: tl.constexpr, BD: tl.constexpr, RB: tl.constexpr
+):  # fmt: skip
+    """dA (D, N), dD (D,), ddt_bias (D,) from the rows of pA (rows, N + 2, D), always in the same order."""
     d = tl.program_id(0) * BD + tl.arange(0, BD)
-    n = tl.arange(0, NP)
-    dm = d < D
-    m = (n < N)[:, None] & dm[None, :]
-    a = tl.zeros([NP, BD], tl.float32)
-    s = tl.zeros([BD], tl.float32)
-    e = tl.zeros([BD], tl.float32)
-    for r in range(0, ROWS):
-        p = p_ptr + (d[None, :] * 0 + r).to(tl.int64) * (N + 2) * D
-        a += tl.load(p + n[:, None] * D + d[None, :], mask=m, other=0.0)
-        q = p_ptr + (d * 0 + r).to(tl.int64) * (N + 2) * D + N * D + d
-        s += tl.load(q, mask=dm, other=0.0)
-        e += tl.load(q + D, mask=dm, other=0.0)
-    tl.store(dA_ptr + d[None, :] * N + n[:, None], a, mask=m)
-    tl.store(dD_ptr + d, s, mask=dm)
-    tl.store(db_ptr + d, e, mask=dm)
+    n = tl.arange(0, N2P)
+    r = tl.arange(0, RB)
+    m = (n < N + 2)[:, None] & (d < D)[None, :]
+    acc = tl.zeros([N2P, BD], tl.float32)
+    p = p_ptr + (r[:, None, None].to(tl.int64) * (N + 2) + n[None, :, None]) * D + d[None, None, :]
+    for r0 in range(0, ROWS, RB):
+        part = tl.load(p, mask=m[None, :, :] & (r + r0 < ROWS)[:, None, None], other=0.0)
+        acc += tl.sum(part, axis=0)
+        p += (d[None, None, :] * 0 + RB).to(tl.int64) * (N + 2) * D
+    tl.store(dA_ptr + d[None, :] * N + n[:, None], acc, mask=m & (n < N)[:, None])
+    tl.store(dD_ptr + d[None, :] + 0 * n[:, None], acc, mask=m & (n == N)[:, None])
+    tl.store(db_ptr + d[None, :] + 0 * n[:, None], acc, mask=m & (n == N + 1)[:, None])
