@@ -307,7 +307,6 @@ def fwd_kernel(
     DT: gl.constexpr = x_ptr.dtype.element_ty
     W: gl.constexpr = 4 // (DT.primitive_bitwidth // 8)  # values a word
     lw: gl.constexpr = gl.BlockedLayout([1, 8 // W], [256 // BD, BD // 8], [NW, 1], [1, 0])
-    l3: gl.constexpr = gl.BlockedLayout([1, 1, 8], [256 // BD, BD // 8, 1], [NW, 1, 1], [2, 1, 0])
     lb: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [NW, 1], [1, 0])
     s1: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     s2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -350,9 +349,8 @@ def fwd_kernel(
     h = gl.zeros([NP, BD], gl.float32, layout=lay)
     if HAS_INI:
         h = gl.load(ini_ptr + ((b * SEG + seg) * N + n[:, None]) * D + d[None, :], mask=m2, other=0.0)
-    near = gl.full([T, BD // 8], 1.0, gl.float32, layout=gl.SliceLayout(2, l3))
     R: gl.constexpr = N + 1 if BFP else N
-    hp = hs_ptr + b * ((L + K - 1) // K + 1) * R * D
+    hp = hs_ptr + b * ((L + K - 1) // K) * R * D
     lo = seg * LS
     hi = gl.minimum(lo + LS, L)
     t = lo.to(gl.int64)
@@ -404,17 +402,7 @@ def fwd_kernel(
         if HAS_Z:
             zf = unpack(zc, DT, lt)
             y = y * zf * rcp(1.0 + ex2(zf * -LOG2E))
-            if SAVE:  # over a thread's 8 channels: no shuffles here
-                if EVEN:
-                    away = gl.abs(zf)
-                else:
-                    away = gl.where((tv + t0 < L)[:, None] & (dv < D)[None, :], gl.abs(zf), 1.0)
-                near = gl.minimum(near, gl.min(gl.reshape(away, [T, BD // 8, 8]), axis=2))
         store_tile(yp + (b * 0 + t0) * D, offy, y, tv, dv, t0, L, D, EVEN)
-    if SAVE and HAS_Z:  # y / silu(z) will not do here
-        lost = gl.min(gl.min(near, axis=1), axis=0) < 1e-30
-        p = hp + (b * 0 + (L + K - 1) // K) * R * D + seg * gl.num_programs(0) + pid_d
-        gl.store(p, lost.to(hs_ptr.dtype.element_ty))
     if hi == L:
         gl.store(hT_ptr + (b * D + d[None, :]) * N + n[:, None], h, mask=m2)
 
@@ -532,18 +520,16 @@ def steps(h, A, dS, BS, g, ld: gl.constexpr, ln: gl.constexpr):
 
 @gluon.jit
 def bwd_kernel(
-    dy_ptr, x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, y_ptr, bias_ptr, hs_ptr, adj_ptr,
+    dy_ptr, x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, bias_ptr, hs_ptr, adj_ptr,
     dx_ptr, ddt_ptr, dz_ptr, pbc_ptr, sum_ptr,
     L, P0, PL, D, DG, ND, LS, SEG, sgb, sgl, sxb, sxl, stb, stl, szb, szl, sBb, sBl, sBg, sCb, sCl, sCg,
-    N: gl.constexpr, NT: gl.constexpr, HAS_D: gl.constexpr, HAS_Z: gl.constexpr, HAS_Y: gl.constexpr,
+    N: gl.constexpr, NT: gl.constexpr, HAS_D: gl.constexpr, HAS_Z: gl.constexpr,
     HAS_BIAS: gl.constexpr, SOFTPLUS: gl.constexpr, BFP: gl.constexpr, EVEN_L: gl.constexpr, EVEN_D: gl.constexpr,
     PRE: gl.constexpr,
 ):  # fmt: skip
     """Steps P0 to P0 + PL (multiples of K = NT T) of each segment, last to first.
     adj (rows, N, D): what later steps hand to the state at the end of the range; replaced by the same for its beginning.
     sum (rows, N + 2, D): dA, dD, ddt_bias are added to it. pbc (rows, PL, ND, 2 N): this CTA's share of dB and dC.
-    HAS_Y: dz comes from the gated output y: before the gate it was y / silu(z). Where the forward flagged a z too near 0
-    for that, and without HAS_Y everywhere, C . h is run again.
     PRE = 0: 168 registers, three CTAs an SM, the next chunk prefetched into L2, the next tile loaded into registers only
     after the steps. PRE = 1: 255 registers, two CTAs an SM, the next tile loaded before the steps; the faster one where
     there are at most two CTAs for each SM."""
@@ -615,17 +601,13 @@ def bwd_kernel(
     Bp = B_ptr + b * sBb + g0 * sBg
     Cp = C_ptr + b * sCb + g0 * sCg
     ob = b * L * D
-    yp = words(y_ptr) + ob // W
-    offy = tw[:, None] * (D // W) + cw[None, :]
     rs = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(1, lr)))
     rn = gl.arange(0, NP, layout=gl.SliceLayout(0, gl.SliceLayout(1, lr)))
     pp = pbc_ptr + (row * PL * ND + pid_d) * (2 * N)
     pp += ((rs // 2) * ND * (2 * N) + (rs % 2) * N)[:, None] + rn[None, :]
     dS = gl.allocate_shared_memory(f32, [T, BD, 2], B_SP2)  # delta, delta x
     gS = gl.allocate_shared_memory(f32, [T, BD], B_SW1)  # dy silu(z)
-    if HAS_Y:
-        lost = gl.load(hs_ptr + ((b + 1) * ((L + K - 1) // K + 1) - 1) * (N + 1 if BFP else N) * D + seg * ND + pid_d) != 0
-    elif HAS_Z:
+    if HAS_Z:
         zS = gl.allocate_shared_memory(f32, [T, BD], B_SW2)  # dy silu'(z)
     BS = gl.allocate_shared_memory(f32, [T, NP], s1)
     CS = gl.allocate_shared_memory(f32, [T, NP], s1)
@@ -644,7 +626,7 @@ def bwd_kernel(
         aS.store(dD)
         eS.store(db)
     R: gl.constexpr = N + 1 if BFP else N
-    hp = hs_ptr + b * ((L + K - 1) // K + 1) * R * D
+    hp = hs_ptr + b * ((L + K - 1) // K) * R * D
     ap = adj_ptr + (row * N + n[:, None]) * D + d[None, :]
     gc = gl.load(ap, mask=m2, other=0.0)
     first = seg * LS + P0
@@ -657,11 +639,8 @@ def bwd_kernel(
         dr = load_tile(tp + t * (stl // W), offt, tw, cw, t0, L, D // W, EVEN)
         gr = load_tile(gp + t * (sgl // W), offg, tw, cw, t0, L, D // W, EVEN)
         zr = xr
-        yr = xr
         if HAS_Z:
             zr = load_tile(zp + t * (szl // W), offz, tw, cw, t0, L, D // W, EVEN)
-        if HAS_Y:
-            yr = load_tile(yp + t * (D // W), offy, tw, cw, t0, L, D // W, EVEN)
         Br = load_tile(Bp + t * sBl, offB, tb, nb, t0, L, N, EVEN_B)
         Cr = load_tile(Cp + t * sCl, offC, tb, nb, t0, L, N, EVEN_B)
     for kk in range(0, tiles):
@@ -692,11 +671,8 @@ def bwd_kernel(
                     dr = load_tile(tp + t * (stl // W), offt, tw, cw, t0, L, D // W, EVEN)
                     gr = load_tile(gp + t * (sgl // W), offg, tw, cw, t0, L, D // W, EVEN)
                     zr = xr
-                    yr = xr
                     if HAS_Z:
                         zr = load_tile(zp + t * (szl // W), offz, tw, cw, t0, L, D // W, EVEN)
-                    if HAS_Y:
-                        yr = load_tile(yp + t * (D // W), offy, tw, cw, t0, L, D // W, EVEN)
                     Br = load_tile(Bp + t * sBl, offB, tb, nb, t0, L, N, EVEN_B)
                     Cr = load_tile(Cp + t * sCl, offC, tb, nb, t0, L, N, EVEN_B)
                 for g in range(0, G):
@@ -708,11 +684,8 @@ def bwd_kernel(
             dr = load_tile(tp + t * (stl // W), offt, tw, cw, t0, L, D // W, EVEN)
             gr = load_tile(gp + t * (sgl // W), offg, tw, cw, t0, L, D // W, EVEN)
             zr = xr
-            yr = xr
             if HAS_Z:
                 zr = load_tile(zp + t * (szl // W), offz, tw, cw, t0, L, D // W, EVEN)
-            if HAS_Y:
-                yr = load_tile(yp + t * (D // W), offy, tw, cw, t0, L, D // W, EVEN)
             Br = load_tile(Bp + t * sBl, offB, tb, nb, t0, L, N, EVEN_B)
             Cr = load_tile(Cp + t * sCl, offC, tb, nb, t0, L, N, EVEN_B)
             if k % NT == 0 and k > 0:  # the next chunk, into L2
@@ -722,8 +695,6 @@ def bwd_kernel(
                 prefetch(gp + (c * sgl + pid_d * BD) // W)
                 if HAS_Z:
                     prefetch(zp + (c * szl + pid_d * BD) // W)
-                if HAS_Y:
-                    prefetch(yp + (c * D + pid_d * BD) // W)
                 i = gl.arange(0, 32, layout=lq)
                 i = gl.where(i < NP, pid_d * BD * N + i * BD, N * D * (R - N) + pid_d * BD)
                 prefetch(hp + (b * 0 + t0 // K - 1) * R * D + i)
@@ -734,11 +705,7 @@ def bwd_kernel(
             zf = unpack(zr, DT, lt)
             sg = rcp(1.0 + ex2(zf * -LOG2E))
             sl = zf * sg
-            if HAS_Y:  # silu'(z) / silu(z) = 1 / z + 1 - sigmoid(z)
-                dz = gy * unpack(yr, DT, lt) * (rcp(zf) + (1.0 - sg))
-                store_tile(dz_ptr + ob + (b * 0 + t0) * D, offo, dz, tv, dv, t0, L, D, EVEN)
-            else:
-                zS.store(gy * (sg + sl * (1.0 - sg)))
+            zS.store(gy * (sg + sl * (1.0 - sg)))
             gy = gy * sl
         delta = unpack(dr, DT, lt)
         if HAS_BIAS:
@@ -761,24 +728,6 @@ def bwd_kernel(
                 hS.index(base + g).store(h)
                 h = steps(h, A, dS, BS, g, ld, ln)
             hS.index(base + G - 1).store(h)
-        if HAS_Y:
-            if lost:
-                for g in range(0, G):
-                    hy = hS.index(base + g).load(lay)
-                    for s in gl.static_range(S):
-                        du, uu = pair_load(dS.index(g * S + s), B_LP, ld)
-                        hy = ex2(du[None, :] * A) * hy + BS.index(g * S + s).load(ln)[:, None] * uu[None, :]
-                        row_y = gl.sum(CS.index(g * S + s).load(ln)[:, None] * hy, axis=0)
-                        p0._reinterpret(f32, [2 * T, BD], s1).index(g * S + s).store(row_y)
-                y = p0._reinterpret(f32, [2, T, BD], s2).index(0).load(lt)
-                if HAS_D:
-                    y += channel(Dv, DS, PRE)[None, :] * unpack(xc, DT, lt)
-                t = t0.to(gl.int64)
-                zf = unpack(load_tile(zp + t * (szl // W), offz, tw, cw, t0, L, D // W, EVEN), DT, lt)
-                sg = rcp(1.0 + ex2(zf * -LOG2E))
-                y *= sg + zf * sg * (1.0 - sg)
-                y *= unpack(load_tile(gp + t * (sgl // W), offg, tw, cw, t0, L, D // W, EVEN), DT, lt)
-                store_tile(dz_ptr + ob + (b * 0 + t0) * D, offo, y, tv, dv, t0, L, D, EVEN)
         if PRE:  # what the next stage starts with: the tile before this one, or the first of the chunk before
             tn = gl.maximum(gl.where(k % NT > 0, t0 - T, t0 - K), first)
             t = tn.to(gl.int64)
@@ -786,11 +735,8 @@ def bwd_kernel(
             dr = load_tile(tp + t * (stl // W), offt, tw, cw, tn, L, D // W, EVEN)
             gr = load_tile(gp + t * (sgl // W), offg, tw, cw, tn, L, D // W, EVEN)
             zr = xr
-            yr = xr
             if HAS_Z:
                 zr = load_tile(zp + t * (szl // W), offz, tw, cw, tn, L, D // W, EVEN)
-            if HAS_Y:
-                yr = load_tile(yp + t * (D // W), offy, tw, cw, tn, L, D // W, EVEN)
             Br = load_tile(Bp + t * sBl, offB, tb, nb, tn, L, N, EVEN_B)
             Cr = load_tile(Cp + t * sCl, offC, tb, nb, tn, L, N, EVEN_B)
         for gg in range(0, G):
@@ -823,7 +769,7 @@ def bwd_kernel(
                 w = gc * hl[S - 1 - r]
                 dA += w * dl[S - 1 - r][None, :]
                 rl = (quad_sum(part_n(gh * Bu[:, None]), part_n(w * A)),) + rl
-                if HAS_Z and not HAS_Y:
+                if HAS_Z:
                     yl = (part_n(Cu[:, None] * hl[S - r]),) + yl
                 vB = gl.sum(gl.reshape(gh * ul[S - 1 - r][None, :], [NP, P, 2]), axis=2)
                 vC = gl.sum(gl.reshape(hl[S - r] * gu[None, :], [NP, P, 2]), axis=2)
@@ -835,7 +781,7 @@ def bwd_kernel(
                     p0.store(stack4p(pl))
             q = rS.index(base + g)
             q.slice(0, 2 * S).store(stack4(rl))
-            if HAS_Z and not HAS_Y:
+            if HAS_Z:
                 q.slice(2 * S, S).store(stack2(quad_sum(yl[0], yl[1]), quad_sum(yl[2], yl[3])))
             tp1 = t0 - first + g * S
             v1 = gl.sum(p1.load(lr), axis=1)
@@ -870,7 +816,7 @@ def bwd_kernel(
         oo = ob + (b * 0 + t0) * D
         store_tile(dx_ptr + oo, offo, dx, tv, dv, t0, L, D, EVEN)
         store_tile(ddt_ptr + oo, offo, ddt, tv, dv, t0, L, D, EVEN)
-        if HAS_Z and not HAS_Y:
+        if HAS_Z:
             y = gl.reshape(rT.slice(2 * S, S, dim=1).load(ly), [T, BD])
             y = gl.convert_layout(y, lt, assert_trivial=True)
             if HAS_D:

@@ -199,8 +199,6 @@ def _setup_context(ctx, inputs, output):
     boundary, ungated = output[2:]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(boundary, ungated)
-    if ctx.backend == "fused" and tensors[6] is not None:
-        ungated = output[0]  # the gated output, with which its kernel spares itself C . h
     ctx.save_for_backward(*tensors, boundary, ungated)
 
 

@@ -13,8 +13,7 @@ forward, keeping the state before every S-th step in scratch, and then each grou
 registers.
 
 Saved states (rows, chunks, ...): float32 [D, N], or for 16-bit inputs block floating point, int16: [D, N] with 15 bits
-and a sign relative to the largest state of the channel, then the D biased exponents. One chunk more holds flags: not 0 if
-the Gluon backward must not divide y by silu(z).
+and a sign relative to the largest state of the channel, then the D biased exponents.
 """
 
 import triton
@@ -113,7 +112,7 @@ def fwd_kernel(
     Cp = C_ptr + b * sCb + g * sCg.to(tl.int64) + n
     qp = seq_ptr + b * sqb
     R: tl.constexpr = N + 1 if BFP else N
-    hp = hs_ptr + b * ((L + K - 1) // K + 1) * R * D
+    hp = hs_ptr + b * ((L + K - 1) // K) * R * D
     sp = (b * D + d[None, :]) * N + n[:, None]
     if HAS_H0:
         h = tl.load(h0_ptr + sp, mask=m2, other=0.0)
@@ -206,7 +205,7 @@ def bwd_kernel(
     qp = seq_ptr + b * sqb
     pp = pbc_ptr + ((b * PL * G + g) * NB + blk) * (2 * N) + n
     R: tl.constexpr = N + 1 if BFP else N
-    hp = hs_ptr + b * ((L + K - 1) // K + 1) * R * D
+    hp = hs_ptr + b * ((L + K - 1) // K) * R * D
     kp = scratch_ptr + (pid.to(tl.int64) * (K // S)) * (NP * BD) + n[:, None] * BD + tl.arange(0, BD)[None, :] * one
     ap = adj_ptr + (b * N + n[:, None]) * D + d[None, :]
     carry = tl.load(ap, mask=m2, other=0.0)

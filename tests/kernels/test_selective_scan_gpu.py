@@ -1,0 +1,161 @@
+"""The fused scan's kernels: under Triton's interpreter and compiled for absent GPUs here, and the real thing (`gpu`).
+
+Truth is the plain recurrence in float64. The budget is what plain torch makes of the same inputs in their dtype, times a
+factor: 4, for another order of summation and exp2 in place of exp. 16-bit inputs add the rounding of the saved states,
+2^-15 of the channel's largest, which reaches dA and ddt_bias (the interpreter truncates to bfloat16: one more bit).
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+triton = pytest.importorskip("triton")
+if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) and not torch.cuda.is_available():
+    pytest.skip("the interpreter of Triton 3.6 fails with numpy 2.4", allow_module_level=True)
+
+
+def within(ours, torch_errors, saved16, truncated=False):
+    bad = {}
+    for name, error in ours.items():
+        budget = 4 * torch_errors[name] + 1e-7
+        if truncated:
+            budget += 2.0**-8
+        if saved16 and name in ("dA", "ddt_bias"):
+            budget += 3 * 2.0**-15
+        if not error <= budget:
+            bad[name] = (error, budget)
+    return bad
+
+
+def script(name, *args):
+    """JSON lines of a script run in a process of its own; without the interpreter unless it asks for it."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, HERE / name, *args], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    if torch.cuda.is_available():
+        pytest.skip("the real kernels run here")
+    return script("interpret_scan.py")
+
+
+def test_interpreted_kernels_match_the_equation(interpreted):
+    rows = [r for r in interpreted if "ours" in r]
+    assert len(rows) > 15
+    bad = {r["case"]: b for r in rows if (b := within(r["ours"], r["torch"], "float16" in r["case"], "bfloat16" in r["case"]))}
+    assert not bad
+    assert all(r["same"] for r in rows)
+
+
+def test_a_nan_stays_a_nan_and_in_its_row(interpreted):
+    row = next(r for r in interpreted if r["case"] == "nan")
+    assert row["y"] and row["final"] and row["clean"]
+
+
+def test_an_empty_sequence_hands_the_state_through(interpreted):
+    rows = [r for r in interpreted if r["case"].startswith("empty")]
+    assert len(rows) == 2 and all(r["zero"] and r["through"] and r["shapes"] for r in rows)
+
+
+@pytest.mark.parametrize("kind", ["plain", "gluon"])
+def test_kernels_compile_for_hopper_without_spills(kind):
+    rows = script("compile_scan.py", "90", kind)
+    assert {r["kernel"] for r in rows} >= {"fwd_kernel", "bwd_kernel"}
+    for r in rows:
+        # the Gluon kernels hold to 168 registers: a few bytes of a tile's, never of a step's, go to the stack
+        allowed = 0 if kind == "plain" else 160
+        assert r["stack"] <= allowed and r["shared"] <= 76_800, r
+
+
+def test_plain_kernels_compile_for_ampere_and_blackwell():
+    for arch in ("80", "100"):
+        rows = [r for r in script("compile_scan.py", arch, "plain", "first") if r["kernel"] in ("fwd_kernel", "bwd_kernel")]
+        assert len(rows) == 2 and all(r["stack"] == 0 for r in rows)
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def scan():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    from seqmix_kernels.selective_scan import bench_gpu, fused
+
+    kept = fused.SMS
+    torch.use_deterministic_algorithms(True)  # torch.empty is filled with NaN: what is not written shows
+    yield bench_gpu, fused
+    torch.use_deterministic_algorithms(False)
+    fused.SMS = kept
+
+
+GPU_CASES = [
+    (2, 127, 128, 16, 1, torch.bfloat16, ()),
+    (1, 65, 100, 13, 1, torch.float16, ("z",)),
+    (1, 65, 64, 4, 1, torch.float16, ()),
+    (2, 64, 72, 16, 1, torch.float32, ()),
+    (2, 63, 128, 16, 2, torch.float32, ("D", "dt_bias", "initial_state")),
+    (1, 100, 7, 3, 1, torch.bfloat16, ()),
+    (2, 33, 24, 33, 2, torch.float32, ()),
+    (1, 40, 16, 256, 1, torch.bfloat16, ()),
+    (1, 1, 7, 1, 1, torch.float32, ()),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", GPU_CASES, ids=str)
+def test_real_kernels_match_the_equation(scan, case):
+    bench, fused = scan
+    args = bench.inputs(*case)
+    hows = [(fused.Plan(False), 0)]
+    if fused.gluon_why_not(args[0], case[3], case[4], None, "euler") is None:
+        hows += [(fused.Plan(True, 1), 0), (fused.Plan(True, 3), 132)]
+    for how, fused.SMS in hows:
+        e = bench.errors(args, how)
+        assert e.same and not within(e.ours, e.torch, args[0].dtype != torch.float32), how
+
+
+@pytest.mark.gpu
+def test_documents_and_strides_on_the_gpu(scan):
+    bench, _ = scan
+    args = bench.inputs(2, 60, 40, 16)
+    seq = torch.tensor([0] * 20 + [1] * 33 + [2] * 7, device="cuda").repeat(2, 1)
+    for kwargs in (dict(seq_idx=seq), dict(seq_idx=seq, discretization="zoh"), dict(softplus=False, chunk=16)):
+        plain_dt = [t.abs() / 10 if i == 1 else None if i == 7 else t for i, t in enumerate(args)]
+        e = bench.errors(plain_dt if "softplus" in kwargs else args, **kwargs)
+        assert e.same and not within(e.ours, e.torch, True), kwargs
+    for i in (0, 1, 6):
+        wide = torch.full((2, 60, 81), float("nan"), dtype=args[i].dtype, device="cuda")
+        wide[..., 3:43] = args[i]
+        args[i] = wide[..., 3:43]
+    e = bench.errors(args)
+    assert e.same and not within(e.ours, e.torch, True)
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements(scan):
+    """The last row of a batch of 2^31 elements and more is what that row gives alone."""
+    bench, fused = scan
+    torch.use_deterministic_algorithms(False)
+    fused.SMS = 0
+    args = bench.inputs(66, 16384, 2048, 16, without=("initial_state",))
+    for how in (fused.Plan(True, 1), fused.Plan(False)):
+        dy = args[0].flip(1)
+        y, final, *saved = fused.forward(*args, None, True, "euler", None, how=how)
+        got = fused.backward(dy, None, *args, None, *saved, True, "euler", None, how=how)
+        row = [t[-1:] if t is not None and t.dim() > 2 else t for t in args]
+        y1, final1, *saved1 = fused.forward(*row, None, True, "euler", None, how=how)
+        want = fused.backward(dy[-1:], None, *row, None, *saved1, True, "euler", None, how=how)
+        assert torch.equal(y[-1:], y1) and torch.equal(final[-1:], final1)
+        for i in (0, 1, 3, 4, 6):
+            assert torch.equal(got[i][-1:], want[i]), i
+        del y, saved, got
