@@ -17,13 +17,16 @@ ARROWS = {
     "src/seqmix/channel_mixers.py": (),
     "src/seqmix/model.py": ("seqmix.mixers.base",),
     "src/seqmix/module.py": ("seqmix.metrics", "seqmix.optim"),
-    "src/seqmix/config.py": ("seqmix.model",),
+    "src/seqmix/config.py": ("seqmix.model", "seqmix.sweep.names"),
+    "src/seqmix/sweep": ("seqmix.sweep", "seqmix.tracking"),
+    "src/hydra_plugins": ("seqmix.sweep",),
     "src/seqmix/callbacks": ("seqmix.measure", "seqmix.callbacks"),
     "src/seqmix/tasks": ("seqmix.tasks",),
     "src/seqmix/metrics.py": (),
     "src/seqmix/optim.py": (),
     "src/seqmix/measure.py": (),
     "src/seqmix/tracking.py": (),
+    "src/seqmix/report": ("seqmix.report",),
     "src/seqmix/__init__.py": (),
 }
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("src/**/*.py"), *ROOT.glob("kernels/**/*.py")])

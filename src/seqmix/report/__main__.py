@@ -1,0 +1,66 @@
+"""python -m seqmix.report outputs/sweeps/NAME: tables and one page from run folders; with --wandb, the same in wandb.
+
+python -m seqmix.report outputs/sweeps/NAME                     writes outputs/sweeps/NAME/report/
+python -m seqmix.report outputs/runs outputs/sweeps/A --out out
+python -m seqmix.report outputs/sweeps/NAME --average-over code
+python -m seqmix.report outputs/sweeps/NAME --wandb ENTITY/PROJECT
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from pathlib import Path
+
+from seqmix.report.page import page
+from seqmix.report.results import AVERAGED, build_report
+from seqmix.report.runs import find_runs, not_started, tidy
+from seqmix.report.tables import cells_csv, headline, markdown, runs_csv
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Write index.html, report.md, cells.csv and runs.csv; exits with code 2 and one line for what cannot be."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser("python -m seqmix.report", description="Compare runs, from their folders alone.")
+    parser.add_argument("folders", nargs="+", type=Path, help="run folders, sweeps, or folders that hold some")
+    parser.add_argument("--out", type=Path, help="folder to write to; default: report/ in the first of FOLDERS")
+    parser.add_argument("--title", help="default: the names of FOLDERS")
+    averaged = f"of {', '.join(AVERAGED)}: put runs that differ in it in one cell, and mark the cell"
+    parser.add_argument("--average-over", action="append", default=[], choices=AVERAGED, metavar="WHAT", help=averaged)
+    wandb = "also log a summary run, and save a wandb Report and Workspace"
+    parser.add_argument("--wandb", metavar="ENTITY/PROJECT", help=wandb)
+    asked = parser.parse_args(arguments)
+    started = time.perf_counter()
+    try:
+        runs = find_runs(asked.folders)
+        title = asked.title or ", ".join(folder.resolve().name for folder in asked.folders)
+        report = build_report(runs, title, asked.average_over, not_started(asked.folders))
+        if asked.wandb:  # before anything is written: the name may be wrong, or the key may be missing
+            from seqmix.report import dashboards
+
+            for line in dashboards.publish(report, asked.wandb):
+                print(line)
+    except ValueError as error:
+        parser.error(str(error))
+    out = asked.out or asked.folders[0] / "report"
+    out.mkdir(parents=True, exist_ok=True)
+    typed = tidy(" ".join(["python -m seqmix.report", *map(shlex.quote, arguments)]))
+    files = {
+        "index.html": page(report, typed),
+        "report.md": markdown(report),
+        "cells.csv": cells_csv(report),
+        "runs.csv": runs_csv(report),
+    }
+    for name, text in files.items():
+        (out / name).write_text(text, encoding="utf-8")
+    print(f"{headline(report)}; {len(report.cells)} cells, {time.perf_counter() - started:.1f} s")
+    for notice in report.notices:
+        print(f"  {notice}")
+    for name in files:
+        print(out / name)
+
+
+if __name__ == "__main__":
+    main()
