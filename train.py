@@ -35,6 +35,7 @@ from seqmix import measure
 from seqmix.callbacks import NonFiniteError, best_checkpoint
 from seqmix.config import build, build_model, check, check_command_line, find_checkpoint, register_resolvers
 from seqmix.module import SequenceModule
+from seqmix.sweep.jobs import in_a_sweep, objective, read_summary, take_up
 from seqmix.tracking import closing, source_facts, source_state
 
 CONF = Path(__file__).parent / "conf"
@@ -47,15 +48,20 @@ register_resolvers()
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
-def main(cfg: DictConfig) -> dict:
-    """One job. An error goes to its own train.log; in a multirun the next job goes on, and the last word is a table."""
+def main(cfg: DictConfig) -> float:
+    """One job; returns what a search minimises. An error goes to its own train.log and summary.json."""
+    multirun = HydraConfig.get().mode == RunMode.MULTIRUN
+    folder = Path(HydraConfig.get().runtime.output_dir)
     try:
-        return train(cfg, Path(HydraConfig.get().runtime.output_dir))
+        done = take_up(cfg, folder) if multirun or in_a_sweep() else None
+        return objective(done or train(cfg, folder))
     except Exception as error:
         log.exception("the run has failed")
-        if HydraConfig.get().mode != RunMode.MULTIRUN:
+        if not read_summary(folder):  # it was refused, or its data was not there
+            write({"status": status_of(error), "error": f"{type(error).__name__}: {error}", "folder": str(folder)}, folder, [])
+        if not multirun:
             raise SystemExit(1) from None
-        return {"status": status_of(error), "error": f"{type(error).__name__}: {error}"}
+        return math.inf
 
 
 def train(cfg: DictConfig, folder: Path) -> dict:
@@ -128,7 +134,7 @@ def chosen(trainer: L.Trainer) -> str | None:
 def status_of(error: BaseException) -> str:
     if isinstance(error, NonFiniteError):
         return "diverged"
-    if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error):
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator: can't allocate memory" in str(error):
         return "oom"
     return "interrupted" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed"
 
@@ -186,7 +192,7 @@ def show_batch(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    composed = check_command_line(sys.argv[1:], CONF)
+    composed = None if in_a_sweep() else check_command_line(sys.argv[1:], CONF)  # the sweep's own has been checked
     if composed is not None and composed.show == "batch":
         show_batch(composed)
     else:

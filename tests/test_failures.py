@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -122,30 +121,47 @@ def test_an_interrupt_saves_and_stops_the_sweep(tmp_path, sent, code):
         returned = process.wait(timeout=60)
     assert returned in (code, -sent), (tmp_path / "log").read_text()[-2000:]
     folder, summary = only(tmp_path / "outputs")
-    assert summary["status"] == "interrupted"
+    assert summary["status"] == "interrupted" and summary["job"]["sweep"] == folder.parent.name
+    assert "1 jobs not started" in (tmp_path / "log").read_text()
     saved = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
     assert saved["global_step"] == summary["steps"] > 0
 
 
 # Several runs
 
+WIDE = {"COLUMNS": "240"}  # tables do not wrap
+
 
 def test_a_sweep_keeps_its_runs_apart_and_lists_its_failures(tmp_path):
     """Cases F01, F02: every job a wandb run of its own, closed with its own exit code; each failure told, in its own log."""
-    done = command(tmp_path, "task.n_tokens=3", "task.seq_len=12,-1,16,2", "trainer.max_steps=2", multirun=True)
+    done = command(tmp_path, "task.n_tokens=3", "task.seq_len=12,-1,16,2", "trainer.max_steps=2", multirun=True, env=WIDE)
     assert done.returncode == 1
     sweep = tmp_path / "outputs" / "sweeps"
-    jobs = {int(path.parent.name): json.loads(path.read_text()) for path in sweep.rglob("summary.json")}
-    assert {n: job["status"] for n, job in jobs.items()} == {0: "complete", 2: "complete"}
+    (record,) = sweep.rglob("sweep.json")
+    folders = [tmp_path / job["folder"] for job in json.loads(record.read_text())["jobs"]]
+    found = [json.loads((folder / "summary.json").read_text()) for folder in folders]
+    assert [summary["status"] for summary in found] == ["complete", "failed", "complete", "failed"]
     runs = [path.name for path in sweep.rglob("offline-run-*")]
-    assert len(runs) == len({name.rsplit("-", 1)[-1] for name in runs}) == 2
+    assert len(runs) == len({name.split("-", 3)[-1] for name in runs}) == 2
+    assert all(any(summary["job"]["wandb_id"] in name for name in runs) for summary in found[::2])
     table = done.stderr[done.stderr.index("4 jobs in") :]
-    assert table.count("complete") == 2 and table.count("failed") == 2
-    plain = re.sub(r"\s+", "", table.replace("│", ""))
-    assert "seq_len=-1" in plain and "n_tokens=3" in plain
-    for job in (1, 3):
-        (log,) = sweep.glob(f"*/{job}/train.log")
-        assert "ValueError" in log.read_text()
+    assert table.count("2 complete") == table.count("2 failed") == 1
+    assert table.count("│ complete │") == table.count("│ failed   │") == 2
+    assert "seq_len=-1" in table and "n_tokens=3" in table
+    for folder, summary in zip(folders[1::2], found[1::2], strict=True):
+        assert "ValueError" in (folder / "train.log").read_text() and "ValueError" in summary["error"]
+        assert summary["error"] in table
+
+
+def test_the_basic_launcher_keeps_its_runs_apart_too(tmp_path):
+    """All in one process: failures are recorded, listed and left behind; the same command skips what is complete."""
+    line = ("task.n_tokens=3", "task.seq_len=12,-1", "trainer.max_steps=2", "hydra/launcher=basic", "model=lstm")
+    for skips in (0, 1):
+        done = command(tmp_path, *line, multirun=True)
+        assert done.returncode == 1 and "2 jobs in" in done.stderr
+        found = summaries(tmp_path / "outputs" / "sweeps")
+        assert sorted(summary["status"] for summary in found.values()) == ["complete", "failed"]
+        assert len(list((tmp_path / "outputs").rglob("offline-run-*"))) == 1, f"after {skips} skips"
 
 
 def test_a_comma_without_m_says_what_is_missing(tmp_path):

@@ -8,7 +8,6 @@ the meta device, which costs no memory).
 from __future__ import annotations
 
 import difflib
-import math
 import os
 import sys
 from collections.abc import Iterable
@@ -22,16 +21,13 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.core.utils import JobReturn
 from hydra.errors import HydraException, InstantiationException
-from hydra.experimental.callback import Callback
 from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
-from rich.console import Console
-from rich.table import Table
 
 from seqmix.model import SequenceModel
+from seqmix.sweep.names import run_folder, sweep_name
 
 RUNS = Path("outputs")
 SAME_RUN = ("model", "channel_mixer", "task", "size", "seed", "optimizer", "scheduler")  # what a resumed run must share
@@ -39,10 +35,12 @@ FREE_FORM = ("hydra.job.env_set", "hydra.job_logging", "hydra.hydra_logging", "h
 
 
 def register_resolvers() -> None:
-    """`${accelerator:}` and `${run_stamp:}`, which conf/train.yaml uses."""
+    """`${accelerator:}`, `${run_stamp:}`, `${sweep_name:}` and `${run_folder:}`, which conf/train.yaml uses."""
     accelerator = lambda: "cuda" if torch.cuda.is_available() else "cpu"  # noqa: E731
     OmegaConf.register_new_resolver("accelerator", accelerator, replace=True)
     OmegaConf.register_new_resolver("run_stamp", _run_stamp, replace=True, use_cache=True)
+    OmegaConf.register_new_resolver("sweep_name", sweep_name, replace=True)
+    OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)
 
 
 def check_command_line(arguments: list[str], conf: Path) -> DictConfig | None:
@@ -143,30 +141,6 @@ def build_model(cfg: DictConfig, vocab_size: int) -> SequenceModel:
         channel_mixer=build(cfg.channel_mixer),
         dropout=cfg.dropout,
     )
-
-
-class SweepTable(Callback):
-    """After a multirun: one line a job, the failed ones with their error; exit code 1 where there is one."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[str, str, str]] = []
-
-    def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
-        if isinstance(job_return._return_value, dict):
-            summary = job_return._return_value
-            accuracy = summary.get("test/token_accuracy", summary.get("val/token_accuracy", math.nan))
-            result = summary.get("error") or f"{accuracy:.4f}"
-            self.rows.append((" ".join(job_return.overrides or []), summary["status"], result))
-
-    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        table = Table(title=f"{len(self.rows)} jobs in {config.hydra.sweep.dir}")
-        for column in ("job", "status", "token accuracy, or error"):
-            table.add_column(column, overflow="fold")
-        for row in self.rows:
-            table.add_row(*row)
-        Console(stderr=True).print(table)
-        if any(status != "complete" for _, status, _ in self.rows):
-            raise SystemExit(1)
 
 
 def _check_overrides(overrides: list[Override], conf: Path, multirun: bool) -> None:

@@ -1,0 +1,158 @@
+"""One job of a sweep: its process, how it ended, what it leaves when it could not say so itself."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+PARENT = "SEQMIX_SWEEP"  # set for the process of a job: the process id of its sweep
+GONE = {-signal.SIGINT, -signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGTERM}
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@dataclass
+class Job:
+    """A job as sweep.json records it.
+
+    status: queued, running, complete, failed, oom, diverged, interrupted, killed (kill -9, or the system for want of
+    memory), skipped (it was complete). halvings: how often its micro-batch was halved. seconds: of the last process.
+    """
+
+    number: int
+    run_id: str
+    folder: str
+    overrides: list[str]
+    status: str = "queued"
+    error: str | None = None
+    attempts: int = 0
+    halvings: int = 0
+    exit_code: int | None = None
+    seconds: float | None = None
+    result: float | None = None  # token accuracy: test, else validation
+    seen: float = field(default=0.0, repr=False)  # when a command last asked for it, seconds since the epoch
+
+    @property
+    def path(self) -> Path:
+        return Path(self.folder)
+
+
+def in_a_sweep() -> bool:
+    """Whether this process is a job's; if so it is told (SIGTERM: save and stop) when its sweep dies without a word."""
+    parent = os.environ.get(PARENT)
+    if parent is None:
+        return False
+    if sys.platform == "linux" and os.getppid() == int(parent):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    return True
+
+
+def take_up(cfg: DictConfig, folder: Path) -> dict | None:
+    """Of a job whose folder is there from an earlier time: its summary if it is complete; else `cfg.ckpt` is set to
+    its last.ckpt, if there is one, and what else it said of itself is forgotten."""
+    summary = read_summary(folder)
+    if summary.get("status") == "complete":
+        return summary
+    last = folder / "checkpoints" / "last.ckpt"
+    if last.is_file():
+        with open_dict(cfg):
+            cfg.ckpt = str(last)
+    if PARENT not in os.environ:  # else the sweep has done it, and other ranks may have written since
+        (folder / "summary.json").unlink(missing_ok=True)
+    return None
+
+
+def objective(summary: Mapping) -> float:
+    """What a search minimises: the best validation loss; infinite for a run that is not complete, or has none."""
+    value = summary.get("best/val/loss")
+    return float(value) if summary.get("status") == "complete" and value is not None else math.inf
+
+
+def outcome(exit_code: int, summary: Mapping, last_line: str) -> tuple[str, str | None]:
+    """(status, error) of a process that has ended: its own word if it left one in summary.json, else its exit code's."""
+    if "status" in summary:
+        return summary["status"], summary.get("error")
+    if exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL):
+        return "killed", "SIGKILL: by hand, or by the system for want of memory"
+    if exit_code in GONE:
+        return "interrupted", f"{signal.Signals(-exit_code if exit_code < 0 else exit_code - 128).name} before training"
+    if exit_code < 0:
+        return "failed", f"{signal.Signals(-exit_code).name}; {last_line}"
+    return "failed", f"exit code {exit_code} and no summary.json; {last_line}"
+
+
+def read_summary(folder: Path) -> dict:
+    """summary.json, or {} where there is none, or one cut short."""
+    try:
+        return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return {}
+
+
+def read_jobs(sweep: Path) -> list[Job]:
+    """The jobs in sweep.json, or [] where there is none."""
+    path = sweep / "sweep.json"
+    return [Job(**job) for job in json.loads(path.read_text(encoding="utf-8"))["jobs"]] if path.exists() else []
+
+
+def accuracy(summary: Mapping) -> float | None:
+    return summary.get("test/token_accuracy", summary.get("val/token_accuracy"))
+
+
+def write_json(plain: Mapping, path: Path) -> None:
+    """Whole or not at all."""
+    part = path.with_suffix(f".{os.getpid()}.part")
+    part.write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
+    os.replace(part, path)
+
+
+def last_line(path: Path, starting: str = "") -> str:
+    """The last line of the last 4 KiB of a log that begins so, or ''."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 4096))
+            lines = file.read().decode("utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return ""
+    return next((line.strip() for line in reversed(lines) if line.strip().startswith(starting) and line.strip()), "")
+
+
+def halved(cfg: DictConfig, times: int) -> list[str]:
+    """Overrides under which a step has the same rows in 2^times as many micro-batches; [] where they do not divide.
+
+    cfg: the resolved config of the whole batch. Intervals and limits counted in batches grow by as much.
+    """
+    parts = 2**times
+    if times == 0 or cfg.task.batch_size % parts:
+        return []
+    overrides = [
+        f"task.batch_size={cfg.task.batch_size // parts}",
+        f"task.eval_batch_size={max(1, cfg.task.eval_batch_size // parts)}",
+        f"trainer.accumulate_grad_batches={cfg.trainer.accumulate_grad_batches * parts}",
+    ]
+    for key in ("val_check_interval", "limit_val_batches", "limit_test_batches"):
+        if isinstance(cfg.trainer.get(key), int):
+            overrides.append(f"trainer.{key}={cfg.trainer[key] * parts}")
+    return overrides
+
+
+def prepare(folder: Path, cfg: DictConfig, hydra: DictConfig, overrides: list[str]) -> None:
+    """What a report needs to place a job, also one that dies before it can write it; the job writes it again."""
+    (folder / ".hydra").mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(cfg, folder / "config.yaml")
+    OmegaConf.save(OmegaConf.create({"hydra": hydra}), folder / ".hydra" / "hydra.yaml")
+    OmegaConf.save(OmegaConf.create(overrides), folder / ".hydra" / "overrides.yaml")
+    (folder / "summary.json").unlink(missing_ok=True)
+
+
+def quoted(value: str) -> str:
+    """A value that Hydra's grammar takes as it is."""
+    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -1,0 +1,321 @@
+"""The queue of a sweep: each job `python train.py ...` in a process of its own, no more at once than asked for.
+
+sweep.json in the sweep's folder is the record of its jobs, rewritten at each change; output.log in a job's folder is
+all that its processes have printed. The parent trains nothing and touches no GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import secrets
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.types import HydraContext
+from omegaconf import DictConfig
+
+from seqmix.sweep import table
+from seqmix.sweep.jobs import (
+    PARENT,
+    Job,
+    accuracy,
+    halved,
+    last_line,
+    objective,
+    outcome,
+    prepare,
+    quoted,
+    read_jobs,
+    read_summary,
+    write_json,
+)
+from seqmix.sweep.names import resolved, run_id
+from seqmix.tracking import source_facts, source_state
+
+log = logging.getLogger(__name__)
+# of Hydra's own overrides, those that are the sweep's and not its jobs'
+OF_THE_SWEEP = ("hydra.mode", "hydra.run", "hydra.sweep", "hydra.launcher", "hydra/launcher", "hydra/sweeper")
+POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Settings:
+    """conf/hydra/launcher/queue.yaml says what each means. ValueError for one that cannot be."""
+
+    n_jobs: int | None
+    gpus_per_job: int
+    threads: int | None
+    retries: int
+    max_failures: int | None
+    on_oom: str
+    skip: Sequence[str]
+    runner: Sequence[str]
+    grace_seconds: float
+
+    def __post_init__(self):
+        for name, least in (("n_jobs", 1), ("gpus_per_job", 1), ("threads", 1), ("retries", 0), ("max_failures", 1)):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < least):
+                raise ValueError(f"hydra.launcher.{name} must be an integer of at least {least}, got {value!r}")
+        if self.on_oom not in ("record", "halve"):
+            raise ValueError(f"hydra.launcher.on_oom must be record or halve, got {self.on_oom!r}")
+
+
+class Running(NamedTuple):
+    job: Job
+    process: subprocess.Popen
+    slot: int
+    began: float
+
+
+class Queue:
+    """The jobs of one sweep, in the order in which they were asked for.
+
+    A job that is complete in its folder is skipped. An unfinished one goes on from its last.ckpt. The sweep's folder is
+    locked until the last of its processes has ended, so that no two write to it.
+    """
+
+    def __init__(self, settings: Settings, config: DictConfig, context: HydraContext, script: Path):
+        self.settings = settings
+        self.config = config
+        self.context = context
+        self.script = script
+        self.folder = Path(config.hydra.sweep.dir)
+        self.failures = 0
+        self.gpus = _gpus()
+        self.n_jobs = settings.n_jobs or max(1, len(self.gpus) // settings.gpus_per_job)
+        self.threads = settings.threads or max(1, _cores() // self.n_jobs)
+        self.source = source_facts(source_state())
+
+    def run(self, asked: Sequence[Sequence[str]], first_number: int) -> list[JobReturn]:
+        """Run, skip or resume each of the jobs; the return value of each is what a search minimises.
+
+        SystemExit: 130 or 143 after Ctrl-C or SIGTERM, 1 where max_failures have been reached; after the table.
+        """
+        with self._locked() as lock:
+            record = self._record()
+            jobs, configs = self._compose(asked, first_number, record["jobs"])
+            unique = list({job.run_id: job for job in jobs}.values())
+            record["jobs"] |= {job.run_id: job for job in unique}
+            self._skip_complete(unique)
+            with table.Live(self.folder, unique, self.n_jobs) as live:
+                stopped = self._work(unique, configs, record, lock, live)
+            if stopped:
+                table.show(self.folder, unique)
+                log.warning("%s; the same command goes on from here", stopped[1])
+                raise SystemExit(stopped[0])
+        values = {job.run_id: objective(read_summary(job.path)) for job in unique}
+        return [
+            JobReturn(overrides=job.overrides, status=JobStatus.COMPLETED, _return_value=values[job.run_id]) for job in jobs
+        ]
+
+    def _work(self, jobs: list[Job], configs: dict, record: dict, lock: int, live: table.Live) -> tuple[int, str] | None:
+        """Until no job is left; or why it has stopped before: (exit code, reason)."""
+        waiting = [job for job in jobs if job.status == "queued"]
+        running: list[Running] = []
+        self._save(record)
+        with _signals() as received:
+            while (running or waiting) and not received:
+                too_many = self.settings.max_failures is not None and self.failures >= self.settings.max_failures
+                while waiting and len(running) < self.n_jobs and not too_many:
+                    job = waiting.pop(0)
+                    slot = min(set(range(self.n_jobs)) - {at.slot for at in running})
+                    running.append(self._start(job, configs[job.run_id], slot, record, lock))
+                    self._save(record)
+                    live.started(job)
+                if not running:
+                    return 1, f"max_failures={self.settings.max_failures} reached, {len(waiting)} jobs not started"
+                for at in [at for at in running if at.process.poll() is not None]:
+                    running.remove(at)
+                    self._end(at, configs[at.job.run_id], record)
+                    if self._again(at.job, configs[at.job.run_id][0]):
+                        waiting.insert(0, at.job)
+                    self._save(record)
+                    live.ended(at.job)
+                live.refresh()
+                time.sleep(POLL_SECONDS)
+            if not received:
+                return None
+            live.say(f"stopping: {len(running)} running jobs save and end; once more to end them at once")
+            self._stop([at.process for at in running], received)
+            for at in running:
+                self._end(at, configs[at.job.run_id], record)
+                live.ended(at.job)
+            self._save(record)
+            return 128 + received[0], f"interrupted, {len(waiting)} jobs not started"
+
+    def _compose(self, asked: Sequence[Sequence[str]], first: int, known: dict[str, Job]) -> tuple[list[Job], dict]:
+        jobs, configs = [], {}
+        for number, overrides in enumerate(asked, first):
+            cfg = self.context.config_loader.load_sweep_config(self.config, list(overrides))
+            name = run_id(cfg)
+            if name not in configs:
+                folder = self.folder / str(cfg.hydra.sweep.subdir)
+                before = known.get(name)
+                job = Job(number, name, str(folder), list(overrides), seen=time.time())
+                job.halvings = before.halvings if before else 0
+                configs[name] = (resolved(cfg, folder), cfg.hydra)
+                jobs.append(job)
+            else:  # asked for twice
+                jobs.append(next(job for job in jobs if job.run_id == name))
+        return jobs, configs
+
+    def _skip_complete(self, jobs: list[Job]) -> None:
+        other = 0
+        for job in jobs:
+            summary = read_summary(job.path)
+            if summary.get("status") in self.settings.skip:
+                job.status, job.error = "skipped", summary.get("error")
+                job.result, job.attempts = accuracy(summary), summary.get("job", {}).get("attempts", 0)
+                other += summary.get("source") != self.source
+        if other:
+            log.warning("%d of the skipped jobs were run by other code; for new results name a new hydra.sweep.dir", other)
+
+    def _start(self, job: Job, config: tuple[DictConfig, DictConfig], slot: int, record: dict, lock: int) -> Running:
+        cfg, hydra = config
+        job.status, job.error, job.attempts = "running", None, job.attempts + 1
+        prepare(job.path, cfg, hydra, job.overrides)
+        own = [o for o in self.config.hydra.overrides.hydra if not o.startswith(OF_THE_SWEEP)]
+        overrides = [*job.overrides, *halved(cfg, job.halvings), *own]
+        line = [sys.executable, *self.settings.runner, str(self.script), *overrides]
+        line += ["hydra.mode=RUN", f"hydra.run.dir={quoted(job.folder)}"]
+        env = os.environ | {
+            PARENT: str(os.getpid()),
+            "PYTHONUNBUFFERED": "1",
+            "WANDB_RUN_ID": f"{job.run_id}-{record['token']}",
+            "WANDB_RESUME": "allow",
+            "WANDB_RUN_GROUP": self.folder.name,
+            "WANDB_JOB_TYPE": "train",
+        }
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+            env.setdefault(name, str(self.threads))
+        if self.gpus:
+            k = self.settings.gpus_per_job
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus[(slot * k + i) % len(self.gpus)] for i in range(k))
+        with (job.path / "output.log").open("a", encoding="utf-8") as output:
+            output.write(f"$ {shlex.join(['python', *line[1:]])}\n")
+            output.flush()
+            process = subprocess.Popen(
+                line, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env,
+                start_new_session=True,  # Ctrl-C reaches a job through this process, once
+                pass_fds=[lock],
+            )  # fmt: skip
+        return Running(job, process, slot, time.monotonic())
+
+    def _end(self, at: Running, config: tuple[DictConfig, DictConfig], record: dict) -> None:
+        """Record how the process ended, in the job and in its summary.json."""
+        job = at.job
+        summary = read_summary(job.path)
+        job.exit_code, job.seconds = at.process.returncode, round(time.monotonic() - at.began, 2)
+        job.status, job.error = outcome(job.exit_code, summary, last_line(job.path / "output.log"))
+        job.result = accuracy(summary)
+        summary = {"status": job.status, "folder": job.folder} | summary
+        if job.error:
+            summary["error"] = job.error
+        summary["job"] = {
+            "run_id": job.run_id,
+            "sweep": self.folder.name,
+            "wandb_id": f"{job.run_id}-{record['token']}",
+            "attempts": job.attempts,
+            "exit_code": job.exit_code,
+            "process_seconds": job.seconds,
+        }
+        if overrides := halved(config[0], job.halvings):
+            summary["micro_batch"] = {"halvings": job.halvings} | dict(o.split("=") for o in overrides[:3])
+        write_json(summary, job.path / "summary.json")
+
+    def _again(self, job: Job, cfg: DictConfig) -> bool:
+        """Whether it gets another process; else a failure is counted."""
+        again = False
+        if job.status == "oom" and self.settings.on_oom == "halve" and halved(cfg, job.halvings + 1):
+            again = True
+            job.halvings += 1
+            # rows are counted in batches: the half-done run of the whole batch cannot be gone on from
+            (job.path / "checkpoints" / "last.ckpt").unlink(missing_ok=True)
+        elif job.status in ("failed", "killed", "interrupted"):
+            again = job.attempts - job.halvings <= self.settings.retries
+        if again:
+            job.status = "queued"
+        self.failures += job.status not in ("complete", "queued")
+        return again
+
+    def _stop(self, processes: list[subprocess.Popen], received: list[int]) -> None:
+        """Pass the signal on and wait; a second one, or the end of the grace, kills."""
+        for process in processes:
+            _signal(process, received[0])
+        deadline = time.monotonic() + self.settings.grace_seconds
+        while any(process.poll() is None for process in processes):
+            if len(received) > 1 or time.monotonic() > deadline:
+                for process in processes:
+                    _signal(process, signal.SIGKILL)
+            time.sleep(POLL_SECONDS)
+
+    def _record(self) -> dict:
+        """sweep.json, or a new one. The token tells the wandb runs of this folder from those of the same sweep elsewhere."""
+        path = self.folder / "sweep.json"
+        if not path.exists():
+            return {"sweep": self.folder.name, "token": secrets.token_hex(2), "command": _command(), "jobs": {}}
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return record | {"command": _command(), "jobs": {job.run_id: job for job in read_jobs(self.folder)}}
+
+    def _save(self, record: dict) -> None:
+        write_json(record | {"jobs": [asdict(job) for job in record["jobs"].values()]}, self.folder / "sweep.json")
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[int]:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise SystemExit(f"error: a sweep is still running in {self.folder}") from None
+            yield file.fileno()
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Ctrl-C and SIGTERM, noted rather than raised: no process is lost between its start and its record."""
+    received: list[int] = []
+    handlers = {
+        number: signal.signal(number, lambda number, frame: received.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+        if signal.getsignal(number) != signal.SIG_IGN  # a sweep put in the background keeps running
+    }
+    try:
+        yield received
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _signal(process: subprocess.Popen, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+        os.killpg(process.pid, number)
+
+
+def _gpus() -> list[str]:
+    """Names of the GPUs for CUDA_VISIBLE_DEVICES; counted without opening one."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = torch.cuda.device_count()
+    return (visible.split(",") if visible else [str(i) for i in range(count)])[:count]
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _command() -> str:
+    return shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]])

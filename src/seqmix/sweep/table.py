@@ -1,0 +1,152 @@
+"""What is shown of a sweep: in a terminal a table that lives, elsewhere a line for each start and end; at last the whole.
+
+outputs/sweeps/model-seed-3fa9c1d27b  9/24 done, 2 running, 1 failed, 12 queued  0:02:10 < 0:03:31
+running   model=mamba seed=1   step 1450/2600 (56%), 0:00:33 left, train/loss 0.412
+failed    model=lstm seed=0    ValueError: ...
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import rich.live
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from seqmix.sweep.jobs import Job, last_line
+
+DONE = ("complete", "skipped")
+STYLE = {"complete": "green", "skipped": "dim", "running": "cyan", "queued": "dim", "interrupted": "yellow"}  # else red
+SHOWN = 12  # failures in the live table
+
+
+class Live:
+    """`with Live(...) as live`: told of each start and end; `refresh` as often as one likes."""
+
+    def __init__(self, folder: Path, jobs: Sequence[Job], n_jobs: int):
+        self.folder, self.jobs, self.n_jobs = folder, jobs, n_jobs
+        self.console = Console(stderr=True)
+        self.labels = labels(jobs)
+        self.began = self.drawn = time.monotonic()
+        self.since: dict[int, float] = {}  # running job's number -> when its process began
+        self.took: list[float] = []
+        self.live = None
+
+    def __enter__(self) -> Live:
+        if self.console.is_terminal:
+            self.live = rich.live.Live(self._draw(), console=self.console, auto_refresh=False, transient=True)
+            self.live.start()
+        else:
+            self.say(f"sweep {self.folder}: {self._counts()}; {self.n_jobs} at once")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.live is not None:
+            self.live.stop()
+
+    def started(self, job: Job) -> None:
+        self.since[job.number] = time.monotonic()
+        if self.live is None:
+            self.say(f"start     {self.labels[job.run_id]}" + (f"  (attempt {job.attempts})" if job.attempts > 1 else ""))
+
+    def ended(self, job: Job) -> None:
+        self.since.pop(job.number, None)
+        if job.status == "complete":
+            self.took.append(job.seconds)
+        word = "again" if job.status == "queued" else job.status
+        line = f"{word:9} {self.labels[job.run_id]}  {result(job)}  {job.seconds:.1f} s"
+        if self.live is None:
+            left = self._seconds_left()
+            self.say(f"{line}  [{self._counts()}" + (f", {_clock(left)} left]" if left is not None else "]"))
+        elif job.status not in DONE:
+            self.say(line)
+
+    def say(self, line: str) -> None:
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def refresh(self) -> None:
+        if self.live is not None and time.monotonic() - self.drawn >= 0.5:
+            self.drawn = time.monotonic()
+            self.live.update(self._draw(), refresh=True)
+
+    def _draw(self) -> Group:
+        left = self._seconds_left()
+        passed = _clock(time.monotonic() - self.began)
+        head = f"{self.folder}  {self._counts()}  {passed}" + (f" < {_clock(left)}" if left is not None else "")
+        rows = Table(box=None, show_header=False, pad_edge=False)
+        for job in [j for j in self.jobs if j.status == "running"]:
+            rows.add_row(_colored("running"), self.labels[job.run_id], last_line(job.path / "output.log", "step "))
+        bad = [j for j in self.jobs if j.status not in (*DONE, "running", "queued")]
+        for job in bad[-SHOWN:]:
+            rows.add_row(_colored(job.status), self.labels[job.run_id], result(job))
+        return Group(Text(head, style="bold"), rows)
+
+    def _counts(self) -> str:
+        count = Counter(job.status for job in self.jobs)
+        skipped = f" ({count['skipped']} skipped)" if count["skipped"] else ""
+        words = [f"{count['complete'] + count['skipped']}/{len(self.jobs)} done{skipped}"]
+        words += [f"{n} {status}" for status, n in count.items() if status not in DONE]
+        return ", ".join(words)
+
+    def _seconds_left(self) -> float | None:
+        """From the mean of the jobs that this command has completed."""
+        if not self.took:
+            return None
+        mean, now = sum(self.took) / len(self.took), time.monotonic()
+        work = sum(mean for job in self.jobs if job.status == "queued")
+        return (work + sum(max(0.0, mean - (now - began)) for began in self.since.values())) / self.n_jobs
+
+
+def show(folder: Path, jobs: Sequence[Job]) -> None:
+    """One line a job, every failure with its error."""
+    count = Counter(job.status for job in jobs)
+    shared = " ".join(_shared(jobs))
+    table = Table(
+        title=f"{len(jobs)} jobs in {folder}: " + ", ".join(f"{n} {status}" for status, n in count.items()),
+        caption=f"all with {shared}" if shared else None,
+    )
+    for column in ("job", "status", "token accuracy, or error"):
+        table.add_column(column, overflow="fold")
+    table.add_column("s", justify="right")
+    names = labels(jobs)
+    for job in jobs:
+        again = f" ({job.attempts} attempts)" if job.attempts > 1 else ""
+        seconds = "" if job.seconds is None else f"{job.seconds:.0f}"
+        table.add_row(names[job.run_id], Text.assemble(_colored(job.status), again), Text(result(job)), seconds)
+    Console(stderr=True).print(table)
+
+
+def labels(jobs: Sequence[Job]) -> dict[str, str]:
+    """run_id -> its overrides, without those that all share; the number where nothing is left."""
+    shared = set(_shared(jobs))
+    return {job.run_id: " ".join(o for o in job.overrides if o not in shared) or f"job {job.number}" for job in jobs}
+
+
+def result(job: Job) -> str:
+    if job.status in DONE and not job.error:
+        return "" if job.result is None else f"{job.result:.4f}"
+    return " ".join((job.error or "").split())[:300]
+
+
+def _shared(jobs: Sequence[Job]) -> list[str]:
+    if len(jobs) < 2:
+        return []
+    return [o for o in jobs[0].overrides if all(o in job.overrides for job in jobs)]
+
+
+def _colored(status: str) -> Text:
+    return Text(status, style=STYLE.get(status, "red"))
+
+
+def _clock(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
+
+
+def bad(jobs: Iterable[Job]) -> list[Job]:
+    """Those that count as failures: also one skipped with an error, and one that was not run."""
+    return [job for job in jobs if job.status not in DONE or job.error]

@@ -1,0 +1,395 @@
+"""Multiruns: what ends a job ends that job alone, and what is done stays done (cases E17, E18, F01, F02, F09, F11)."""
+
+import importlib.util
+import itertools
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose
+from hydra._internal.callbacks import Callbacks
+from hydra.core.global_hydra import GlobalHydra
+from hydra.types import HydraContext, RunMode
+from omegaconf import OmegaConf
+from rich.console import Console
+from runs import CONF, ROOT, SELECTIVE_COPY, SMALL, command, start
+
+from seqmix.config import _hydra_at, check, check_command_line, compose_run, register_resolvers
+from seqmix.sweep import table
+from seqmix.sweep.jobs import Job, halved, objective, outcome, read_summary
+from seqmix.sweep.names import resolved, run_id
+from seqmix.sweep.queue import Queue, Settings
+
+register_resolvers()
+FAKE = Path(__file__).parent / "fake_job.py"
+DEFAULTS = dict(OmegaConf.load(CONF / "hydra/launcher/queue.yaml"))
+DEFAULTS.pop("_target_")
+
+
+def jobs_of(place):
+    (record,) = place.rglob("sweep.json")
+    return json.loads(record.read_text())["jobs"]
+
+
+def composed(*overrides):
+    with _hydra_at(CONF):
+        return compose("train", overrides=list(overrides), return_hydra_config=True)
+
+
+# Names
+
+
+def test_a_run_is_named_by_what_decides_its_result():
+    base = run_id(composed())
+    assert base == run_id(composed("logger=csv", "ckpt=last", "hydra.job.name=x")) == run_id(composed("model=mamba"))
+    others = (
+        "seed=1",
+        "model=lstm",
+        "task.seq_len=65",
+        "optimizer.lr=1e-3",
+        "trainer.max_steps=5",
+        "callbacks.nonfinite.patience=2",
+    )
+    assert len({base, *(run_id(composed(other)) for other in others)}) == 1 + len(others)
+
+
+def test_a_run_folder_is_short_and_has_no_odd_characters():
+    """Case F09."""
+    many = [f"task.source='/a/b{'/c' * 100}/d=e f.txt'", "task=lm"]
+    name = str(composed(*many).hydra.sweep.subdir)
+    assert re.fullmatch(r"[\w.-]{1,100}", name) and name.startswith("mamba-lm-L256-s0-")
+
+
+def test_a_sweep_is_named_by_what_was_typed_in_any_order():
+    def name(*overrides):
+        with _hydra_at(CONF):
+            loader = GlobalHydra.instance().config_loader()
+            return Path(str(loader.load_configuration("train", list(overrides), RunMode.MULTIRUN).hydra.sweep.dir)).name
+
+    one = name("model=lstm,mamba", "task.seq_len=8,16", "size=tiny")
+    assert one.startswith("model-seq_len-")
+    assert one == name("size=tiny", "model=lstm,mamba", "logger=csv", "task.seq_len=8,16", "hydra.launcher.n_jobs=2")
+    assert one != name("model=lstm,mamba", "task.seq_len=8,32", "size=tiny")
+    assert one != name("model=lstm,mamba", "task.seq_len=8,16", "size=tiny", "seed=1")
+    assert name("experiment=length_sweep").startswith("length_sweep-")
+
+
+# How a process ended
+
+
+@pytest.mark.parametrize(
+    ("code", "summary", "status", "word"),
+    [
+        (0, {"status": "complete"}, "complete", None),
+        (1, {"status": "diverged", "error": "NaN"}, "diverged", "NaN"),
+        (-signal.SIGKILL, {}, "killed", "memory"),
+        (137, {}, "killed", "memory"),
+        (-signal.SIGSEGV, {}, "failed", "SIGSEGV; last"),
+        (-signal.SIGINT, {}, "interrupted", "SIGINT"),
+        (143, {}, "interrupted", "SIGTERM"),
+        (3, {}, "failed", "exit code 3 and no summary.json; last"),
+        (0, {}, "failed", "exit code 0"),
+    ],
+)
+def test_an_end_is_the_jobs_own_word_or_its_exit_code(code, summary, status, word):
+    found, error = outcome(code, summary, "last")
+    assert found == status and (error is None if word is None else word in error)
+
+
+def test_what_a_search_minimises():
+    assert objective({"status": "complete", "best/val/loss": 0.25}) == 0.25
+    for summary in ({}, {"status": "diverged", "best/val/loss": 0.25}, {"status": "complete", "best/val/loss": None}):
+        assert objective(summary) == math.inf
+
+
+# The queue, with jobs that are quick
+
+
+@pytest.fixture
+def queue(tmp_path, monkeypatch):
+    """run(overrides, settings, fake) -> (return values, events); in a sweep folder of its own."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    folder = tmp_path / "a sweep"
+
+    def run(asked, fake=None, gpus=(), **settings):
+        monkeypatch.setenv("FAKE", json.dumps(fake or {}))
+        with _hydra_at(CONF):
+            cfg = compose("train", overrides=[f"hydra.sweep.dir='{folder}'"], return_hydra_config=True)
+            context = HydraContext(config_loader=GlobalHydra.instance().config_loader(), callbacks=Callbacks())
+            q = Queue(Settings(**(DEFAULTS | settings)), cfg, context, FAKE)
+            if gpus:
+                q.gpus = list(gpus)
+            (folder / "events").unlink(missing_ok=True)
+            returns = q.run([[f"seed={seed}"] for seed in asked], 0)
+        return [r.return_value for r in returns], events(folder)
+
+    run.folder = folder
+    return run
+
+
+def events(folder):
+    path = folder / "events"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def statuses(folder):
+    return [job["status"] for job in jobs_of(folder)]
+
+
+def test_jobs_run_in_order_and_no_more_at_once_than_asked_for(queue, capsys):
+    _, happened = queue(range(9), {str(seed): ["slow"] for seed in range(4)}, n_jobs=3, threads=2)
+    assert re.findall(r"^start +seed=(\d+)$", capsys.readouterr().err, re.M) == [str(n) for n in range(9)]
+    running, most = 0, 0
+    for what, *_ in sorted(happened, key=lambda event: event[2]):
+        running += 1 if what == "start" else -1
+        most = max(most, running)
+    assert most == 3
+    assert {event[3]["OMP_NUM_THREADS"] for event in happened} == {"2"}
+    assert statuses(queue.folder) == ["complete"] * 9
+    assert queue(range(9))[1] == [], "all are skipped"
+    _, happened = queue(range(10))
+    assert [event[1] for event in happened if event[0] == "start"] == ["9"], "a longer sweep runs what is new"
+
+
+def test_each_job_has_a_gpu_of_its_own_and_a_wandb_run(queue):
+    queue(range(4), n_jobs=2, gpus=("0", "GPU-b"))
+    happened = events(queue.folder)
+    live = {}
+    for what, seed, _, env, _ in sorted(happened, key=lambda event: event[2]):
+        if what == "start":
+            assert env["CUDA_VISIBLE_DEVICES"] not in live.values()
+            live[seed] = env["CUDA_VISIBLE_DEVICES"]
+        else:
+            del live[seed]
+    envs = [event[3] for event in happened if event[0] == "start"]
+    assert {env["CUDA_VISIBLE_DEVICES"] for env in envs} == {"0", "GPU-b"}
+    assert {env["WANDB_RUN_GROUP"] for env in envs} == {"a sweep"} and {env["WANDB_JOB_TYPE"] for env in envs} == {"train"}
+    ids = [env["WANDB_RUN_ID"] for env in envs]
+    assert len(set(ids)) == 4 and [i.split("-")[0] for i in ids] == [job["run_id"] for job in jobs_of(queue.folder)]
+
+
+def test_failures_stay_alone_and_are_recorded(queue):
+    ends = {
+        "1": ["SIGKILL"],
+        "2": ["SIGSEGV"],
+        "3": ["exit0"],
+        "4": ["oom"],
+        "5": ["diverged"],
+        "6": ["exit3"],
+        "7": ["SIGTERM"],
+    }
+    values, _ = queue(range(9), fake=ends, n_jobs=2)
+    assert values == [0.5, *[math.inf] * 7, 0.5]
+    expected = ["complete", "killed", "failed", "failed", "oom", "diverged", "failed", "interrupted", "complete"]
+    assert statuses(queue.folder) == expected
+    for job, status in zip(jobs_of(queue.folder), expected, strict=True):
+        summary = json.loads((Path(job["folder"]) / "summary.json").read_text())
+        assert summary["status"] == status and summary["job"]["exit_code"] == job["exit_code"]
+        assert (Path(job["folder"]) / "config.yaml").is_file() and (Path(job["folder"]) / ".hydra/overrides.yaml").is_file()
+    assert "the last word" in jobs_of(queue.folder)[6]["error"]
+    _, happened = queue(range(9), skip=["complete", "diverged"])
+    assert [event[1] for event in happened if event[0] == "start"] == ["1", "2", "3", "4", "6", "7"]
+    assert statuses(queue.folder) == ["skipped" if s in ("complete", "diverged") else "complete" for s in expected]
+
+
+def test_retries_and_max_failures(queue):
+    fake = {"0": ["SIGKILL", "exit1", "complete"], "1": ["diverged", "complete"], "2": ["exit1"], "3": ["exit1"]}
+    with pytest.raises(SystemExit) as stop:
+        queue(range(6), fake=fake, retries=2, max_failures=2)
+    assert stop.value.code == 1
+    assert [(job["status"], job["attempts"]) for job in jobs_of(queue.folder)] == [
+        ("complete", 3), ("diverged", 1), ("failed", 3), *[("queued", 0)] * 3,
+    ]  # fmt: skip
+
+
+def test_a_config_asked_for_twice_runs_once(queue):
+    values, happened = queue([1, 1, 2])
+    assert values == [0.5] * 3 and [event[1] for event in happened if event[0] == "start"] == ["1", "2"]
+
+
+@pytest.mark.parametrize(("behaviour", "signals", "status"), [("waits", 1, "interrupted"), ("deaf", 2, "killed")])
+def test_ctrl_c_ends_the_jobs_and_a_second_one_kills(queue, behaviour, signals, status):
+    def press():
+        for _n in range(signals):
+            ready = "start" if behaviour == "waits" else "deaf"
+            while sum(event[0] == ready for event in events(queue.folder)) < 2:
+                time.sleep(0.05)
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    with pytest.raises(SystemExit) as stop:
+        queue(range(3), fake={"0": [behaviour], "1": [behaviour]}, n_jobs=2)
+    thread.join()
+    assert stop.value.code == 130 and statuses(queue.folder) == [status, status, "queued"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_two_sweeps_do_not_share_a_folder(queue):
+    with pytest.raises(SystemExit, match="still running"):
+        with Queue._locked(type("Q", (), {"folder": queue.folder})()):
+            queue([1])
+
+
+@pytest.mark.parametrize(("name", "value"), [("n_jobs", 0), ("retries", -1), ("on_oom", "half"), ("max_failures", 1.5)])
+def test_settings_that_cannot_be(name, value):
+    with pytest.raises(ValueError, match=name):
+        Settings(**(DEFAULTS | {name: value}))
+
+
+def test_the_table_in_a_terminal_and_after(tmp_path, monkeypatch, capsys):
+    jobs = [Job(n, str(n), str(tmp_path / str(n)), [f"seed={n}", "model=lstm"]) for n in range(3)]
+    live = table.Live(tmp_path, jobs, 1)
+    live.console = Console(force_terminal=True, width=120, record=True)
+    with live:
+        jobs[0].status, jobs[0].seconds = "complete", 2.0
+        live.ended(jobs[0])
+        jobs[1].status = "running"
+        jobs[1].path.mkdir()
+        (jobs[1].path / "output.log").write_text("noise\nstep 3/9 (33%)\nmore noise\n")
+        live.started(jobs[1])
+        live.drawn = 0.0
+        live.refresh()
+    shown = capsys.readouterr().out
+    assert "1/3 done, 1 running, 1 queued" in shown and "0:00:0" in shown and "step 3/9 (33%)" in shown
+    jobs[1].status, jobs[1].error = "oom", "[no] markup"
+    table.show(tmp_path, jobs)
+    shown = capsys.readouterr().err
+    assert "[no] markup" in shown and "all with model=lstm" in shown and "seed=1" in shown
+    assert [job.number for job in table.bad(jobs)] == [1, 2]
+
+
+# The queue, with real runs
+
+
+def test_a_sweep_survives_its_jobs_and_goes_on(tmp_path):
+    """kill -9, sys.exit and out of memory end their job alone; the same command skips, resumes, and halves if asked."""
+    kinds = ("seqmix.mixers.lstm.LSTM", "faults.Killed", "faults.Full", "faults.Exits")
+    line = [f"model._target_={','.join(kinds)}", "model=lstm", "logger=csv", *SELECTIVE_COPY, "trainer.max_steps=6"]
+    line += ["callbacks.last.every_n_steps=1", "hydra.launcher.n_jobs=2"]
+    env = {"PYTHONPATH": str(ROOT / "tests")}
+    first = command(tmp_path, *line, env=env, multirun=True)
+    assert first.returncode == 1, first.stderr
+    jobs = jobs_of(tmp_path)
+    assert [job["status"] for job in jobs] == ["complete", "killed", "oom", "interrupted"], first.stderr
+    folders = [tmp_path / job["folder"] for job in jobs]
+    assert "4 rows" in jobs[2]["error"] and jobs[2]["error"] in first.stderr.replace("\n", " ")
+    stamp = (folders[0] / "metrics.csv").stat().st_mtime_ns
+
+    again = command(tmp_path, *line, "hydra.launcher.on_oom=halve", env=env | {"FAULTS": "off"}, multirun=True)
+    assert again.returncode == 0, again.stderr
+    assert [job["status"] for job in jobs_of(tmp_path)] == ["skipped", *["complete"] * 3]
+    assert (folders[0] / "metrics.csv").stat().st_mtime_ns == stamp, "what is complete is not touched"
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
+    assert [bool(s["resumed_from"]) for s in summaries] == [False, True, False, True]
+    assert summaries[1]["val/loss"] == summaries[0]["val/loss"], "the resumed run is the uninterrupted one, bit by bit"
+    assert summaries[2]["micro_batch"] == {
+        "halvings": 1, "task.batch_size": "2", "task.eval_batch_size": "4", "trainer.accumulate_grad_batches": "2",
+    }  # fmt: skip
+    assert summaries[2]["steps"] == 6
+    assert summaries[2]["val/loss"] == pytest.approx(summaries[0]["val/loss"], abs=1e-5), "the same rows a step"
+
+
+def test_a_sweep_that_is_killed_takes_its_jobs_along(tmp_path):
+    """They save; and the sweep can be started again when the last of them has gone."""
+    line = [sys.executable, str(ROOT / "train.py"), "-m", *SMALL, *SELECTIVE_COPY, "trainer.max_steps=100000", "logger=csv"]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(line, cwd=tmp_path, stdout=log, stderr=log)
+        wait_for(lambda: any(path.stat().st_size > 200 for path in tmp_path.rglob("metrics.csv")), process)
+        process.kill()
+        process.wait()
+        wait_for(lambda: list(tmp_path.rglob("summary.json")) and read_summary(next(tmp_path.rglob("summary.json")).parent))
+    (path,) = tmp_path.rglob("summary.json")
+    summary = read_summary(path.parent)
+    assert summary["status"] == "interrupted"
+    assert torch.load(path.parent / "checkpoints/last.ckpt", weights_only=True)["global_step"] == summary["steps"] > 0
+
+
+def wait_for(done, process=None):
+    deadline = time.monotonic() + 90
+    while not done():
+        assert time.monotonic() < deadline and (process is None or process.poll() is None)
+        time.sleep(0.1)
+
+
+def test_halving_needs_an_even_batch():
+    cfg = compose_run(["task.batch_size=12", "trainer.limit_val_batches=3", "trainer.val_check_interval=0.5"], CONF, "x")
+    assert halved(cfg, 0) == [] and halved(cfg, 3) == []
+    assert halved(cfg, 2) == [
+        "task.batch_size=3", "task.eval_batch_size=64", "trainer.accumulate_grad_batches=4", "trainer.limit_val_batches=12",
+    ]  # fmt: skip
+
+
+# Presets and other launchers
+
+
+@pytest.mark.parametrize("preset", ["length_sweep", "lr_sweep"])
+def test_every_job_of_a_preset_can_be(preset):
+    assert check_command_line([f"experiment={preset}"], CONF) is not None
+    params = OmegaConf.load(CONF / f"experiment/{preset}.yaml").hydra.sweeper.params
+    values = [[f"{key}={value}" for value in str(listed).split(",")] for key, listed in params.items()]
+    jobs = list(itertools.product(*values))
+    assert len(jobs) == 48
+    for job in jobs[::5]:
+        check(compose_run([f"experiment={preset}", *job], CONF, "x"))
+
+
+def test_a_preset_sweeps_by_itself(queue):
+    """`experiment=length_sweep` is a multirun without -m, and its jobs are single runs all the same."""
+    assert composed("experiment=length_sweep").hydra.mode.name == "MULTIRUN"
+    queue([1])
+    assert all("hydra.mode=RUN" in event[4] for event in events(queue.folder))
+
+
+@pytest.mark.parametrize("choice", ["launcher=submitit_slurm", "launcher=submitit_local", "launcher=basic", "sweeper=tpe"])
+def test_other_launchers_and_sweepers_compose(choice):
+    cfg = composed(f"hydra/{choice}")
+    group = cfg.hydra.launcher if "launcher" in choice else cfg.hydra.sweeper
+    assert group._target_ and OmegaConf.to_container(group, resolve=False)
+    resolved(cfg, "x")
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("submitit") is None, reason="needs hydra-submitit-launcher: pip install '.[cluster]'"
+)
+def test_submitit_runs_and_skips(tmp_path):
+    line = ["logger=csv", *SELECTIVE_COPY, "seed=0,1", "hydra/launcher=submitit_local"]
+    before = None
+    for _ in range(2):
+        done = command(tmp_path, *line, multirun=True)
+        assert done.returncode == 0, done.stderr
+        stamps = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.csv")}
+        assert len(stamps) == 2 and done.stderr.count("complete") >= 2
+        assert before in (None, stamps), "complete jobs are not run again"
+        before = stamps
+
+
+@pytest.mark.skipif(importlib.util.find_spec("optuna") is None, reason="needs the extra `sweep`")
+def test_optuna_goes_on_where_it_stopped(tmp_path):
+    line = ["logger=csv", "model=lstm", *SELECTIVE_COPY, "hydra/sweeper=tpe", "optimizer.lr=tag(log,interval(1e-4,1e-2))"]
+    for trials in (1, 2):
+        done = command(tmp_path, *line, f"hydra.sweeper.n_trials={trials}", multirun=True)
+        assert done.returncode == 0, done.stderr
+        assert len(list(tmp_path.rglob("summary.json"))) == trials
+    best = OmegaConf.load(next(tmp_path.rglob("optimization_results.yaml")))
+    assert best.best_value == min(objective(read_summary(path.parent)) for path in tmp_path.rglob("summary.json"))
+
+
+def test_halved_rows_are_those_of_the_whole_batch(tmp_path):
+    """Against Lightning itself: two halves accumulated are the step of the whole."""
+    base = ("model=lstm", *SELECTIVE_COPY, "trainer.max_steps=3")
+    whole = start(tmp_path / "whole", *base)
+    halves = start(tmp_path / "halves", *base, *halved(compose_run([*SMALL, *base], CONF, "x"), 1))
+    assert halves["val/loss"] == pytest.approx(whole["val/loss"], abs=1e-6) and halves["steps"] == whole["steps"]
