@@ -1,6 +1,6 @@
-"""Compiles the scan's kernels for a GPU that is not there; prints what the compiler made of them, one JSON line each.
+"""Compiles the kernels of the scan or the convolution for a GPU that is not there; one JSON line each on what came out.
 
-    python tests/kernels/compile_scan.py 90 plain|gluon [first]
+    python tests/kernels/compile_scan.py 90 plain|gluon|conv [first]
 
 The launchers run on CPU tensors with every kernel replaced by a recorder: what is compiled is what would be launched.
 Run it in a process of its own: interpreted kernels cannot be compiled.
@@ -123,7 +123,25 @@ CASES = {
 }
 
 
+def convolution(arch):
+    from seqmix_kernels.causal_conv1d import fused
+
+    x, w, b = torch.zeros(1, 64, 128, dtype=torch.bfloat16), torch.zeros(128, 4), torch.zeros(128)
+    state, seq = torch.zeros(1, 3, 128, dtype=torch.bfloat16), torch.zeros(1, 64, dtype=torch.int64)
+
+    def call(*given):
+        y, final = fused.forward(x, w, b, *given, True)
+        fused.backward(y, final, x, w, b, *given, True)
+
+    for name, given in (("plain", (None, None)), ("state and documents", (state, seq))):
+        for kernel, args, meta in record([fused], lambda given=given: call(*given)):
+            row = {"arch": arch, "case": name, "kernel": kernel.__name__} | report(build(kernel, args, meta, arch))
+            print(json.dumps(row), flush=True)
+
+
 def main(arch, kind, which="all"):
+    if kind == "conv":
+        return convolution(arch)
     from seqmix_kernels.selective_scan import fused
 
     modules = [fused.tk]
