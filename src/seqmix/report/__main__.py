@@ -34,14 +34,13 @@ def main(arguments: list[str] | None = None) -> None:
     asked = parser.parse_args(arguments)
     started = time.perf_counter()
     try:
+        if asked.wandb:
+            from seqmix.report import dashboards
+
+            dashboards.split_place(asked.wandb)
         runs = find_runs(asked.folders)
         title = asked.title or ", ".join(folder.resolve().name for folder in asked.folders)
         report = build_report(runs, title, asked.average_over, not_started(asked.folders))
-        if asked.wandb:  # before anything is written: the name may be wrong, or the key may be missing
-            from seqmix.report import dashboards
-
-            for line in dashboards.publish(report, asked.wandb):
-                print(line)
     except ValueError as error:
         parser.error(str(error))
     out = asked.out or asked.folders[0] / "report"
@@ -60,6 +59,12 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"  {notice}")
     for name in files:
         print(out / name)
+    if asked.wandb:
+        try:
+            said = dashboards.publish(report, asked.wandb, out)
+        except dashboards.REFUSED as error:
+            parser.exit(1, f"wandb: {' '.join(str(error).split())}\n")
+        print("\n".join(said))
 
 
 if __name__ == "__main__":

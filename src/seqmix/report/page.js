@@ -184,7 +184,7 @@
           if (p.low !== null && p.low !== undefined && y(p.low) - y(p.high) > 3)
             node.append(s("line", { x1: x(p.x), x2: x(p.x), y1: y(Math.max(p.low, y.kind === "log" ? y.domain[0] : p.low)), y2: y(p.high), stroke: paint, "stroke-width": 1.6, "stroke-opacity": 0.75 }));
           if (state.seeds)
-            for (const v of (p.seeds || []).filter((v) => v !== null)) node.append(s("circle", { class: "seed", cx: x(p.x) + 5, cy: y(v), r: 2.2, fill: paint, "fill-opacity": 0.7 }));
+            for (const v of (p.seeds || []).filter((v) => v !== null)) node.append(s("circle", { class: "seed", cx: x(p.x) + 8, cy: y(v), r: 2, fill: paint, "fill-opacity": 0.7 }));
           if (p.ring) node.append(s("circle", { cx: x(p.x), cy: y(p.y), r: 8, fill: "none", stroke: paint }));
           node.append(mark(shapeOf(line.cell), x(p.x), y(p.y), 4.6, { class: "mark", fill: paint }));
         }
@@ -278,8 +278,8 @@
   };
   function pick(options, current, label, onpick) {  // a row of buttons if few, else a list
     if (options.length < 2) return [];
-    if (options.length <= 5) return [h("span", {}, label), ...options.map(([value, name]) => h("button", { "aria-pressed": String(value === current), onclick: () => onpick(value) }, name))];
-    return [h("span", {}, label), h("select", { "aria-label": label, onchange: (e) => onpick(options[e.target.selectedIndex][0]) }, ...options.map(([value, name]) => h("option", { selected: value === current ? "" : null }, name)))];
+    if (options.length <= 5) return [label && h("span", {}, label), ...options.map(([value, name]) => h("button", { "aria-pressed": String(value === current), onclick: () => onpick(value) }, name))];
+    return [label && h("span", {}, label), h("select", { "aria-label": label || "Number shown", onchange: (e) => onpick(options[e.target.selectedIndex][0]) }, ...options.map(([value, name]) => h("option", { selected: value === current ? "" : null }, name)))];
   }
 
   function overview() {
