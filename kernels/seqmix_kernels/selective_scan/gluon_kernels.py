@@ -634,6 +634,8 @@ def bwd_kernel(
     h = gl.zeros([NP, BD], f32, layout=lay)
     if PRE:
         t0 = first + gl.maximum(tiles - NT, 0) * T
+        if EVEN_L:  # unmasked: stay inside where the range is empty
+            t0 = gl.minimum(t0, L - T)
         t = t0.to(gl.int64)
         xr = load_tile(xp + t * (sxl // W), offx, tw, cw, t0, L, D // W, EVEN)
         dr = load_tile(tp + t * (stl // W), offt, tw, cw, t0, L, D // W, EVEN)
