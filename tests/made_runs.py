@@ -151,7 +151,16 @@ def make_run(
 
 def _write_metrics(path: Path, curve: list, lr: float, status: str, speed: float, rng: random.Random) -> None:
     names = ["loss", "lr", "perplexity", "sequence_accuracy", "token_accuracy"]
-    header = ["epoch", "step", "speed/step_ms", "speed/tokens_per_second", *(f"train/{n}" for n in names)]
+    tested = [f"test/{n}" for n in names if n != "lr" and status == "complete"]
+    header = [
+        "epoch",
+        "step",
+        "speed/data_wait_fraction",
+        "speed/step_ms",
+        "speed/tokens_per_second",
+        *tested,
+        *(f"train/{n}" for n in names),
+    ]
     header += [f"val/{n}" for n in names if n != "lr"]
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, header)
@@ -162,11 +171,13 @@ def _write_metrics(path: Path, curve: list, lr: float, status: str, speed: float
             noisy = max(0.0, accuracy + 0.02 * rng.gauss(0, 1))
             row = {"epoch": 0, "step": step, "train/loss": loss * (1 + 0.1 * rng.random()), "train/lr": lr,
                    "train/token_accuracy": noisy, "train/sequence_accuracy": noisy**16, "train/perplexity": math.exp(loss),
-                   "speed/tokens_per_second": speed, "speed/step_ms": 10.0}  # fmt: skip
+                   "speed/tokens_per_second": speed, "speed/step_ms": 10.0, "speed/data_wait_fraction": 0.01}  # fmt: skip
             writer.writerow(row)
             if i % 2:
                 writer.writerow({"epoch": 0, "step": step, "val/loss": loss, "val/perplexity": math.exp(loss),
                                  "val/token_accuracy": accuracy, "val/sequence_accuracy": accuracy**16})  # fmt: skip
+        if tested:
+            writer.writerow({"epoch": 1, "step": curve[-1][0] + 1} | dict.fromkeys(tested, curve[-1][1]))
         if status == "diverged":
             writer.writerow({"epoch": 0, "step": curve[-1][0], "train/loss": math.nan})
 

@@ -95,8 +95,10 @@ def log_summary_run(report: Report, folder: Path, entity: str, project: str, mod
     mode: online or offline. The run's id comes from what is reported, so the same report twice is one run.
     """
     with _run(report, folder, entity, project, mode) as run:
-        run.define_metric("*", step_metric="seq_len")
-        for row in lines_by_length(report):
+        rows = lines_by_length(report)
+        for name in {name for row in rows for name in row} - {"seq_len"}:
+            run.define_metric(name, step_metric="seq_len")
+        for row in rows:
             run.log(row)
         run.log({"results": results_table(report), "runs": runs_table(report)})
         for task in report.tasks:
@@ -107,7 +109,9 @@ def log_summary_run(report: Report, folder: Path, entity: str, project: str, mod
                     chart = wandb.plot.line_series(lengths, values, names, title, "sequence length, tokens")
                     run.log({f"{task}/{metric.name} against length": chart})
         run.summary.update({"headline": tables.headline(report), "notices": report.notices})
-        return run.url if mode == "online" else f"offline; upload later with: wandb sync {Path(run.dir).parent}"
+        return (
+            run.url if mode == "online" else f"offline; upload later with: wandb sync {os.path.relpath(Path(run.dir).parent)}"
+        )
 
 
 @contextmanager
@@ -120,7 +124,7 @@ def _run(report: Report, folder: Path, entity: str, project: str, mode: str) -> 
         resume="allow" if mode == "online" else None,
         name=f"report: {report.title}",
         job_type=JOB_TYPE,
-        dir=str(folder),
+        dir=str(folder.resolve()),  # its service may stand elsewhere
         mode=mode,
         settings=wandb.Settings(  # as for runs of training: nothing leaves but what is logged here
             silent=True, console="off", save_code=False, disable_code=True, disable_git=True, disable_job_creation=True,

@@ -125,6 +125,7 @@
   }
   const hideTip = () => { tip.hidden = true; };
   addEventListener("scroll", hideTip, { passive: true });
+  addEventListener("pointerdown", ({ target }) => { if (!target.closest("figure svg")) hideTip(); });
 
   // One chart.
   // lines: [{cell, points: [{x, y, low, high, seeds, title, tip}], band, marks, joined}]; fails: [{cell, x, tip}];
@@ -242,7 +243,10 @@
     }
     svg.addEventListener("pointermove", move);
     svg.addEventListener("pointerdown", move);
-    svg.addEventListener("pointerleave", () => { svg.classList.remove("hover"), focus.setAttribute("visibility", "hidden"), hideTip(); });
+    svg.addEventListener("pointerleave", ({ pointerType }) => {
+      if (pointerType === "touch") return;  // a lifted finger: what it has asked for stays until the next touch
+      svg.classList.remove("hover"), focus.setAttribute("visibility", "hidden"), hideTip();
+    });
     host.replaceChildren(svg);
   }
 
