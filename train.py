@@ -11,6 +11,7 @@ summary.json, train.log and checkpoints/.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import math
@@ -45,6 +46,7 @@ for package in ("lightning.pytorch", "lightning.fabric"):  # their remarks on wh
 # Lightning 2.6.6 under torch 2.13: a name of torch's that is going away
 warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated", category=FutureWarning)
 register_resolvers()
+gc.freeze()  # what is imported stays: no collection looks at it again, and the last one, at exit, takes no second
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
