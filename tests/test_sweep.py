@@ -176,7 +176,7 @@ def test_each_job_has_a_gpu_of_its_own_and_a_wandb_run(queue):
     assert {env["CUDA_VISIBLE_DEVICES"] for env in envs} == {"0", "GPU-b"}
     assert {env["WANDB_RUN_GROUP"] for env in envs} == {"a sweep"} and {env["WANDB_JOB_TYPE"] for env in envs} == {"train"}
     ids = [env["WANDB_RUN_ID"] for env in envs]
-    assert len(set(ids)) == 4 and [i.split("-")[0] for i in ids] == [job["run_id"] for job in jobs_of(queue.folder)]
+    assert len(set(ids)) == 4 and {i.split("-")[0] for i in ids} == {job["run_id"] for job in jobs_of(queue.folder)}
 
 
 def test_failures_stay_alone_and_are_recorded(queue):

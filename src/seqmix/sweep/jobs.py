@@ -6,6 +6,7 @@ import ctypes
 import json
 import math
 import os
+import secrets
 import signal
 import sys
 from collections.abc import Mapping
@@ -24,7 +25,8 @@ class Job:
     """A job as sweep.json records it.
 
     status: queued, running, complete, failed, oom, diverged, interrupted, killed (kill -9, or the system for want of
-    memory), skipped (it was complete). halvings: how often its micro-batch was halved. seconds: of the last process.
+    memory), skipped (it was complete). attempts: processes that this command has started for it, of which `retried` after
+    a failure. halvings: how often its micro-batch was halved, ever. seconds: of the last process.
     """
 
     number: int
@@ -34,6 +36,7 @@ class Job:
     status: str = "queued"
     error: str | None = None
     attempts: int = 0
+    retried: int = 0
     halvings: int = 0
     exit_code: int | None = None
     seconds: float | None = None
@@ -67,7 +70,24 @@ def take_up(cfg: DictConfig, folder: Path) -> dict | None:
             cfg.ckpt = str(last)
     if PARENT not in os.environ:  # else the sweep has done it, and other ranks may have written since
         (folder / "summary.json").unlink(missing_ok=True)
+        os.environ |= wandb_names(folder)
     return None
+
+
+def wandb_names(folder: Path) -> dict[str, str]:
+    """The environment that gives a job its wandb run: the same again when it goes on, its sweep as the group.
+
+    A token, drawn once for a sweep's folder, tells the run from that of the same config in another folder, or elsewhere.
+    """
+    token = folder.parent / ".token"
+    if not token.exists():
+        token.write_text(secrets.token_hex(2))
+    return {
+        "WANDB_RUN_ID": f"{folder.name.rsplit('-', 1)[-1]}-{token.read_text()}",
+        "WANDB_RESUME": "allow",
+        "WANDB_RUN_GROUP": folder.parent.name,
+        "WANDB_JOB_TYPE": "train",
+    }
 
 
 def objective(summary: Mapping) -> float:

@@ -1,7 +1,7 @@
 """Names that follow from the config: the same run has the same folder, and the same command the same sweep.
 
-    outputs/sweeps/<swept keys>-<hash>/<model>-<task>-L<length>-s<seed>-<hash>/
-    outputs/sweeps/model-seq_len-seed-3fa9c1d27b/mamba-selective_copy-L64-s0-8d2f6b01ce/
+outputs/sweeps/<swept keys>-<hash>/<model>-<task>-L<length>-s<seed>-<hash>/
+outputs/sweeps/model-seq_len-seed-3fa9c1d27b/mamba-selective_copy-L64-s0-8d2f6b01ce/
 """
 
 from __future__ import annotations

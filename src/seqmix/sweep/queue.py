@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import logging
 import os
-import secrets
 import shlex
 import signal
 import subprocess
@@ -40,6 +38,7 @@ from seqmix.sweep.jobs import (
     quoted,
     read_jobs,
     read_summary,
+    wandb_names,
     write_json,
 )
 from seqmix.sweep.names import resolved, run_id
@@ -133,14 +132,14 @@ class Queue:
                 while waiting and len(running) < self.n_jobs and not too_many:
                     job = waiting.pop(0)
                     slot = min(set(range(self.n_jobs)) - {at.slot for at in running})
-                    running.append(self._start(job, configs[job.run_id], slot, record, lock))
+                    running.append(self._start(job, configs[job.run_id], slot, lock))
                     self._save(record)
                     live.started(job)
                 if not running:
                     return 1, f"max_failures={self.settings.max_failures} reached, {len(waiting)} jobs not started"
                 for at in [at for at in running if at.process.poll() is not None]:
                     running.remove(at)
-                    self._end(at, configs[at.job.run_id], record)
+                    self._end(at, configs[at.job.run_id][0])
                     if self._again(at.job, configs[at.job.run_id][0]):
                         waiting.insert(0, at.job)
                     self._save(record)
@@ -152,7 +151,7 @@ class Queue:
             live.say(f"stopping: {len(running)} running jobs save and end; once more to end them at once")
             self._stop([at.process for at in running], received)
             for at in running:
-                self._end(at, configs[at.job.run_id], record)
+                self._end(at, configs[at.job.run_id][0])
                 live.ended(at.job)
             self._save(record)
             return 128 + received[0], f"interrupted, {len(waiting)} jobs not started"
@@ -184,7 +183,7 @@ class Queue:
         if other:
             log.warning("%d of the skipped jobs were run by other code; for new results name a new hydra.sweep.dir", other)
 
-    def _start(self, job: Job, config: tuple[DictConfig, DictConfig], slot: int, record: dict, lock: int) -> Running:
+    def _start(self, job: Job, config: tuple[DictConfig, DictConfig], slot: int, lock: int) -> Running:
         cfg, hydra = config
         job.status, job.error, job.attempts = "running", None, job.attempts + 1
         prepare(job.path, cfg, hydra, job.overrides)
@@ -195,10 +194,7 @@ class Queue:
         env = os.environ | {
             PARENT: str(os.getpid()),
             "PYTHONUNBUFFERED": "1",
-            "WANDB_RUN_ID": f"{job.run_id}-{record['token']}",
-            "WANDB_RESUME": "allow",
-            "WANDB_RUN_GROUP": self.folder.name,
-            "WANDB_JOB_TYPE": "train",
+            **wandb_names(job.path),
         }
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
             env.setdefault(name, str(self.threads))
@@ -215,25 +211,25 @@ class Queue:
             )  # fmt: skip
         return Running(job, process, slot, time.monotonic())
 
-    def _end(self, at: Running, config: tuple[DictConfig, DictConfig], record: dict) -> None:
+    def _end(self, at: Running, cfg: DictConfig) -> None:
         """Record how the process ended, in the job and in its summary.json."""
         job = at.job
         summary = read_summary(job.path)
         job.exit_code, job.seconds = at.process.returncode, round(time.monotonic() - at.began, 2)
         job.status, job.error = outcome(job.exit_code, summary, last_line(job.path / "output.log"))
         job.result = accuracy(summary)
-        summary = {"status": job.status, "folder": job.folder} | summary
+        summary = {"status": job.status, "folder": str(job.path.absolute())} | summary
         if job.error:
             summary["error"] = job.error
         summary["job"] = {
             "run_id": job.run_id,
             "sweep": self.folder.name,
-            "wandb_id": f"{job.run_id}-{record['token']}",
+            "wandb_id": wandb_names(job.path)["WANDB_RUN_ID"],
             "attempts": job.attempts,
             "exit_code": job.exit_code,
             "process_seconds": job.seconds,
         }
-        if overrides := halved(config[0], job.halvings):
+        if overrides := halved(cfg, job.halvings):
             summary["micro_batch"] = {"halvings": job.halvings} | dict(o.split("=") for o in overrides[:3])
         write_json(summary, job.path / "summary.json")
 
@@ -246,7 +242,8 @@ class Queue:
             # rows are counted in batches: the half-done run of the whole batch cannot be gone on from
             (job.path / "checkpoints" / "last.ckpt").unlink(missing_ok=True)
         elif job.status in ("failed", "killed", "interrupted"):
-            again = job.attempts - job.halvings <= self.settings.retries
+            again = job.retried < self.settings.retries
+            job.retried += again
         if again:
             job.status = "queued"
         self.failures += job.status not in ("complete", "queued")
@@ -264,12 +261,9 @@ class Queue:
             time.sleep(POLL_SECONDS)
 
     def _record(self) -> dict:
-        """sweep.json, or a new one. The token tells the wandb runs of this folder from those of the same sweep elsewhere."""
-        path = self.folder / "sweep.json"
-        if not path.exists():
-            return {"sweep": self.folder.name, "token": secrets.token_hex(2), "command": _command(), "jobs": {}}
-        record = json.loads(path.read_text(encoding="utf-8"))
-        return record | {"command": _command(), "jobs": {job.run_id: job for job in read_jobs(self.folder)}}
+        """What sweep.json holds, its jobs by run_id."""
+        jobs = {job.run_id: job for job in read_jobs(self.folder)}
+        return {"sweep": self.folder.name, "command": _command(), "jobs": jobs}
 
     def _save(self, record: dict) -> None:
         write_json(record | {"jobs": [asdict(job) for job in record["jobs"].values()]}, self.folder / "sweep.json")
