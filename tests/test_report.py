@@ -42,7 +42,7 @@ def said(report, *words: str) -> bool:
 
 
 def test_made_runs_have_the_keys_of_real_ones(tmp_path):
-    summary = real.start(tmp_path / "real", "model=lstm", "task=selective_copy", *real.SELECTIVE_COPY, "trainer.max_steps=30")
+    summary = real.start(tmp_path / "real", "model=lstm", "task=selective_copy", *real.SELECTIVE_COPY, "trainer.max_steps=14")
     made = read_run(make_run(tmp_path / "made", "lstm"), "made")
     true = read_run(tmp_path / "real", "real")
     assert true.status == "complete" and true.summary == json.loads(json.dumps(summary))
@@ -142,7 +142,9 @@ def test_places_are_folders_of_runs_at_any_depth_in_the_order_people_count(tmp_p
 
 def test_jobs_that_have_not_started_are_told(tmp_path, capsys):
     make_run(tmp_path / "s/0-a")
-    jobs = [{"folder": f"outputs/sweeps/s/{name}", "overrides": [f"seed={name}"]} for name in ("0-a", "1-b", "2-c")]
+    jobs = [
+        {"folder": f"outputs/sweeps/s/{name}", "overrides": ["size=tiny", f"seed={name}"]} for name in ("0-a", "1-b", "2-c")
+    ]
     (tmp_path / "s/sweep.json").write_text(json.dumps({"jobs": jobs}))
     main([str(tmp_path / "s")])
     assert "2 jobs of the sweep not started yet: seed=1-b; seed=2-c." in capsys.readouterr().out

@@ -42,12 +42,18 @@
     const size = Math.abs(value);
     return size < 0.001 ? value.toPrecision(2) : value.toFixed(size < 10 ? 3 : size < 100 ? 1 : 0);
   }
-  function brief(value) {  // on an axis
-    const size = Math.abs(value), plain = (n) => String(Number(n.toPrecision(3)));
+  function brief(value, digits = 3) {  // on an axis
+    const size = Math.abs(value), plain = (n) => String(Number(n.toPrecision(digits)));
     if (size >= 1e9) return plain(value / 1e9) + "G";
     if (size >= 1e6) return plain(value / 1e6) + "M";
     if (size >= 1e4) return plain(value / 1e3) + "k";
     return size >= 1e-3 || size === 0 ? plain(value) : value.toExponential(0);
+  }
+  function distinct(values) {  // as many digits as it takes to tell them apart
+    for (let digits = 3; digits < 8; digits++) {
+      const labels = values.map((v) => brief(v, digits));
+      if (new Set(labels).size === values.length || digits === 7) return labels;
+    }
   }
   const unitOf = (m) => (m.unit ? ` ${m.unit}` : "");
   const arrow = (m) => ({ higher: " ↑", lower: " ↓", neither: "" })[m.better];
@@ -146,14 +152,15 @@
     const y = scale(spec.y.kind, yDomain || [0, 1], [height - bottom, top]);
     const svg = s("svg", { height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": spec.title });
     const floor = height - bottom;
-    for (const v of ticks(y, Math.max(3, Math.round((floor - top) / 44)))) {
-      if (y(v) < top - 4) continue;
-      svg.append(s("line", { class: "grid", x1: left, x2: width - right, y1: y(v), y2: y(v) }), s("text", { x: left - 8, y: y(v) + 4, "text-anchor": "end" }, brief(v)));
-    }
+    const yTicks = ticks(y, Math.max(3, Math.round((floor - top) / 44))).filter((v) => y(v) >= top - 4), yLabels = distinct(yTicks);
+    yTicks.forEach((v, i) => {
+      svg.append(s("line", { class: "grid", x1: left, x2: width - right, y1: y(v), y2: y(v) }), s("text", { x: left - 8, y: y(v) + 4, "text-anchor": "end" }, yLabels[i]));
+    });
     svg.append(s("line", { class: "axis", x1: left, x2: width - right, y1: floor, y2: floor }));
     let last = -Infinity;
-    for (const v of spec.x.ticks || ticks(x, Math.max(3, Math.round((width - left - right) / 90)))) {
-      const label = spec.x.ticks && spec.x.whole ? String(v) : brief(v);
+    const xTicks = spec.x.ticks || ticks(x, Math.max(3, Math.round((width - left - right) / 90))), xLabels = spec.x.whole ? xTicks.map(String) : distinct(xTicks);
+    for (const [i, v] of xTicks.entries()) {
+      const label = xLabels[i];
       svg.append(s("line", { class: "axis", x1: x(v), x2: x(v), y1: floor, y2: floor + 4 }));
       if (x(v) - last < label.length * 7 + 8) continue;
       last = x(v);

@@ -220,7 +220,7 @@ def _rows(report: Report, cell: Cell) -> str:
     row += f'<td class="num" data-v="{cell.seq_len or ""}">{_text(cell.seq_len)}</td>'
     row += f'<td class="num" data-v="{cell.lr or ""}">{"–" if cell.lr is None else f"{cell.lr:g}"}{rates}</td>'
     row += f'<td class="num" data-v="{cell.complete}">{cell.complete} of {len(cell.used)}{less}</td>'
-    row += "".join(_value(cell, m) for m in report.metrics)
+    row += "".join(_value(cell, m, i == 0) for i, m in enumerate(report.metrics))
     row += '<td><button class="open" aria-expanded="false">command</button></td>'
     more = f'<td colspan="{5 + len(report.metrics)}">{_more(report, cell)}</td>'
     return f'<tr class="cell" {keys}>{row}</tr><tr class="more" hidden>{more}</tr>'
@@ -230,10 +230,11 @@ def _swatch(report: Report, model: str) -> str:
     return f'<i class="swatch" data-model="{report.models.index(model) % 8}"></i>'
 
 
-def _value(cell: Cell, metric: Metric) -> str:
+def _value(cell: Cell, metric: Metric, first: bool) -> str:
+    """One number of a cell; what became of its runs in the first column if there is none, a dash in the others."""
     r = cell.results[metric.name]
     if r.median is None:
-        kind, label = ("none", tables.statuses(cell)) if cell.complete == 0 else ("", "–")
+        kind, label = ("none", tables.statuses(cell)) if cell.complete == 0 and first else ("", "–")
         return f'<td class="num {kind}" data-v=""><span>{_text(label)}</span></td>'
     small = " ".join(filter(None, [tables.interval(r, metric), tables.finite(r, metric, cell)]))
     small = f"<small>{_text(small)}</small>" if small else ""

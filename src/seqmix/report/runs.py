@@ -118,13 +118,15 @@ def _parts(path: Path) -> list[str]:
 
 
 def not_started(places: Iterable[Path]) -> list[str]:
-    """Jobs that the sweeps in `places` have recorded (sweep.json) and that have no folder yet, as typed."""
+    """Jobs that the sweeps in `places` have recorded (sweep.json) and that have no folder yet: what tells each apart."""
     missing = []
     for place in map(Path, places):
         for record in sorted({*place.glob("sweep.json"), *place.glob("*/sweep.json")}):
-            for job in json.loads(record.read_text(encoding="utf-8")).get("jobs", []):
+            jobs = json.loads(record.read_text(encoding="utf-8")).get("jobs", [])
+            common = set.intersection(*({*job["overrides"]} for job in jobs)) if len(jobs) > 1 else set()
+            for job in jobs:
                 if not (record.parent / Path(job["folder"]).name).is_dir():
-                    missing.append(" ".join(job["overrides"]))
+                    missing.append(" ".join(override for override in job["overrides"] if override not in common))
     return missing
 
 
@@ -157,7 +159,8 @@ def read_run(folder: Path, name: str) -> Run:
 def _summary(folder: Path) -> tuple[dict, str, str]:
     path = folder / "summary.json"
     if not path.is_file():
-        return {}, "unfinished", f"no summary.json; train.log ends: {_last_line(folder / 'train.log')}"
+        last = _last_line(folder / "train.log") or _last_line(folder / "output.log") or "(nothing)"
+        return {}, "unfinished", f"no summary.json; the log ends: {last}"
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
         status = summary.get("status", "unfinished")
@@ -168,7 +171,7 @@ def _summary(folder: Path) -> tuple[dict, str, str]:
 
 def _last_line(path: Path) -> str:
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else []
-    return tidy(next((line.strip() for line in reversed(lines) if line.strip()), "(nothing)"))[:300]
+    return tidy(next((line.strip() for line in reversed(lines) if line.strip()), ""))[:300]
 
 
 def read_curves(path: Path) -> dict[str, list[tuple[int, float]]]:
