@@ -196,8 +196,7 @@ class Queue:
             "PYTHONUNBUFFERED": "1",
             **wandb_names(job.path),
         }
-        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-            env.setdefault(name, str(self.threads))
+        env.setdefault("OMP_NUM_THREADS", str(self.threads))  # and not MKL's own, which would part from it
         if self.gpus:
             k = self.settings.gpus_per_job
             env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus[(slot * k + i) % len(self.gpus)] for i in range(k))
