@@ -23,7 +23,7 @@ class QueueLauncher(Launcher):
         from seqmix.sweep.queue import Settings
 
         self.settings = Settings(
-            n_jobs, gpus_per_job, threads, retries, max_failures, on_oom, tuple(skip), tuple(runner), grace_seconds
+            n_jobs, gpus_per_job, threads, retries, max_failures, on_oom, tuple(skip), tuple(map(str, runner)), grace_seconds
         )
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
