@@ -45,6 +45,8 @@ for package in ("lightning.pytorch", "lightning.fabric"):  # their remarks on wh
     logging.getLogger(package).setLevel(logging.WARNING)
 # Lightning 2.6.6 under torch 2.13: a name of torch's that is going away
 warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated", category=FutureWarning)
+# our settings for submitit keep its own names, so that Hydra checks them against its schema and says so
+warnings.filterwarnings("ignore", message=r"\s*'hydra/launcher/submitit_", category=UserWarning)
 register_resolvers()
 gc.freeze()  # what is imported stays: no collection looks at it again, and the last one, at exit, takes no second
 
@@ -83,8 +85,8 @@ def train(cfg: DictConfig, folder: Path) -> dict:
     )
     if cfg.compile:
         module.model.compile()
-    callbacks = [build(node) for node in (cfg.callbacks or {}).values() if node]
-    loggers = [build(node) for node in (cfg.logger or {}).values() if node]
+    callbacks = [build(node) for node in (cfg.get("callbacks") or {}).values() if node]
+    loggers = [build(node) for node in (cfg.get("logger") or {}).values() if node]
     trainer = build(cfg.trainer)(callbacks=callbacks, logger=loggers, default_root_dir=str(folder))
 
     OmegaConf.save(cfg, folder / "config.yaml")
@@ -99,6 +101,8 @@ def train(cfg: DictConfig, folder: Path) -> dict:
             for logger in loggers:
                 logger.log_hyperparams(OmegaConf.to_container(cfg) | facts)
             trainer.fit(module, datamodule=task, ckpt_path=checkpoint, weights_only=True)
+            if trainer.num_val_batches == [] and trainer.limit_val_batches != 0:  # it went on from its very end
+                trainer.validate(module, datamodule=task, verbose=False)
             summary |= numbers(trainer, "train/", "val/")
             if cfg.test:
                 trainer.test(module, datamodule=task, ckpt_path=chosen(trainer), weights_only=True, verbose=False)
@@ -166,8 +170,9 @@ def write(summary: dict, folder: Path, loggers: list) -> None:
 
 def print_table(summary: dict, cfg: DictConfig) -> None:
     choices = HydraConfig.get().runtime.choices if HydraConfig.initialized() else {}
-    title = " ".join(f"{group}={choices[group]}" for group in ("model", "task", "size") if group in choices)
-    table = Table(title=f"{title} seed={cfg.seed}: {summary['steps']} steps in {summary['seconds']:.0f} s")
+    title = " ".join(f"{group}={choices[group]}" for group in ("model", "task") if group in choices)
+    size = f"d_model={cfg.size.d_model} n_layer={cfg.size.n_layer} seed={cfg.seed}"
+    table = Table(title=f"{title} {size}:\n{summary['steps']} steps in {summary['seconds']:.0f} s")
     for column in ("", "train", "val", "test", "chance"):
         table.add_column(column, justify="left" if not column else "right")
     for metric in ("loss", "token_accuracy", "sequence_accuracy", "perplexity", "bits_per_byte"):

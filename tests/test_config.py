@@ -52,6 +52,10 @@ def test_an_unknown_choice_lists_what_there_is(capsys):
     assert "'mamba'" in refused(capsys, "-m", "model=lstm,mambo")
 
 
+def test_show_is_for_one_run(capsys):
+    assert "-m" in refused(capsys, "-m", "show=batch", "seed=0,1")
+
+
 def test_unknown_keys_are_refused_in_a_multirun_too(capsys):
     assert "'seed'" in refused(capsys, "-m", "sed=1,2")
 
@@ -79,6 +83,18 @@ def test_a_key_of_one_choice_is_known_in_a_sweep_over_choices():
         ("show=everything", ("show", "everything")),
         ("size.d_model=${size.d_modl}", ("size.d_modl",)),
         ("seed=0,1", ("seed=0,1", "-m")),
+        ("seed=5000000000", ("seed", "5000000000")),
+        ("optimizer.lr=0", ("optimizer.lr", "0")),
+        ("optimizer.weight_decay=-1", ("weight_decay", "-1")),
+        ("optimizer.betas=[2,0.9]", ("beta", "2")),
+        ("scheduler.final=3", ("scheduler.final", "3")),
+        ("scheduler.warmup_steps=-5", ("warmup_steps", "-5")),
+        ("trainer.val_check_interval=0", ("val_check_interval", "0")),
+        ("trainer.log_every_n_steps=0", ("log_every_n_steps", "0")),
+        ("trainer.gradient_clip_val=-1", ("gradient_clip_val", "-1")),
+        ("trainer.precision=foo", ("foo",)),
+        ("callbacks.checkpoint.mode=foo", ("mode", "'foo'")),
+        ("hydra.job.chdir=true", ("chdir",)),
     ],
 )
 def test_impossible_values_are_refused_with_their_numbers(capsys, override, words):

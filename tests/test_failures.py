@@ -68,24 +68,35 @@ def test_a_printed_checkpoint_can_be_pasted_into_ckpt(tmp_path):
     checkpoint = next((tmp_path / "outputs").rglob("last.ckpt")).relative_to(tmp_path)
     assert "=" not in str(checkpoint)
     torch.load(tmp_path / checkpoint, weights_only=True)
-    for ckpt, steps in ((checkpoint, 6), ("last", 8)):
+    for ckpt, steps in ((checkpoint, 6), ("last", 8), ("last", 8)):
         done = command(tmp_path, *base, "model=lstm", f"ckpt={ckpt}", f"trainer.max_steps={steps}")
         assert done.returncode == 0, done.stderr
-    assert [(s["steps"], bool(s["resumed_from"])) for s in summaries(tmp_path).values()] == [(4, 0), (6, 1), (8, 1)]
+    assert [(s["steps"], bool(s["resumed_from"])) for s in summaries(tmp_path).values()] == [(4, 0), (6, 1), (8, 1), (8, 1)]
+    assert len({s["val/loss"] for s in list(summaries(tmp_path).values())[2:]}) == 1, "also where no step was left"
     other = command(tmp_path, *base, "model=rnn", "ckpt=last")
     assert other.returncode == 2 and "none of the 3 checkpointed runs" in other.stderr
-    assert len(summaries(tmp_path)) == 3
+    assert len(summaries(tmp_path)) == 4
 
 
 def test_no_validation_tests_the_last_weights_and_says_so(tmp_path, caplog):
-    summary = start(tmp_path / "run", *SELECTIVE_COPY, "trainer.max_steps=1", "trainer.val_check_interval=50")
-    assert summary["status"] == "complete" and math.isfinite(summary["test/loss"])  # case E06: an interval beyond the run
+    summary = start(tmp_path / "run", *SELECTIVE_COPY, "trainer.max_steps=1", "trainer.limit_val_batches=0")
+    assert summary["status"] == "complete" and math.isfinite(summary["test/loss"])
     assert "last weights" in caplog.text
 
 
-def test_a_wrong_monitor_is_named_at_the_first_validation(tmp_path):
+def test_the_last_weights_are_validated_whatever_the_interval(tmp_path):
+    """Case E06: every 20 of 30 steps, and at the end; also an interval longer than the run."""
+    for interval, steps in ((2, [1, 2]), (50, [2])):
+        folder = tmp_path / str(interval)
+        start(folder, *SELECTIVE_COPY, "trainer.max_steps=3", f"trainer.val_check_interval={interval}")
+        assert sorted(metrics(folder, "val/loss")) == steps
+        assert sorted(metrics(folder, "train/loss")) == [0, 1, 2]
+
+
+def test_a_wrong_monitor_is_named_before_the_first_step(tmp_path):
     with pytest.raises(ValueError, match="val/loss"):
         start(tmp_path / "run", *SELECTIVE_COPY, "callbacks.checkpoint.monitor=val/los")
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 0
 
 
 def test_divergence_is_recorded_and_no_best_checkpoint_is_nan(tmp_path):

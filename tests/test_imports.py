@@ -17,7 +17,7 @@ ARROWS = {
     "src/seqmix/channel_mixers.py": (),
     "src/seqmix/model.py": ("seqmix.mixers.base",),
     "src/seqmix/module.py": ("seqmix.metrics", "seqmix.optim"),
-    "src/seqmix/config.py": ("seqmix.model", "seqmix.sweep.names"),
+    "src/seqmix/config.py": ("seqmix.model", "seqmix.optim", "seqmix.sweep.names"),
     "src/seqmix/sweep": ("seqmix.sweep", "seqmix.tracking"),
     "src/hydra_plugins": ("seqmix.sweep",),
     "src/seqmix/callbacks": ("seqmix.measure", "seqmix.callbacks"),

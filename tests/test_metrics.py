@@ -86,12 +86,13 @@ def test_all_ignored_gives_a_finite_zero_loss():
     assert loss == 0 and tokens == 0 and logits.grad.abs().sum() == 0
 
 
-def test_state_survives_a_checkpoint():
-    metric = ScoredTokens()
+def test_state_survives_a_checkpoint_where_it_is_asked_for():
+    assert not ScoredTokens().state_dict()
+    metric = ScoredTokens(saved=True)
     targets = torch.tensor([[1, 2]])
     logits = torch.randn(1, 2, 4)
     metric.update(logits, targets, scored_cross_entropy(logits, targets)[0])
-    other = ScoredTokens()
+    other = ScoredTokens(saved=True)
     other.load_state_dict(metric.state_dict())
     for each in (metric, other):
         each.update(logits, targets, scored_cross_entropy(logits, targets)[0])

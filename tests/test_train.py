@@ -1,6 +1,8 @@
 """train.py from end to end: every config takes a step, one batch is learnt by heart, a resumed run is the same run."""
 
 import json
+import os
+import signal
 
 import pytest
 import torch
@@ -8,6 +10,8 @@ from omegaconf import OmegaConf
 from runs import CONF, SELECTIVE_COPY, metrics, names, start
 
 from seqmix.config import compose_run
+from seqmix.module import SequenceModule
+from seqmix.tasks.base import Task
 
 # Every config
 
@@ -76,19 +80,50 @@ RESUME = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("model", ["mamba", "lstm"])
+def same_from(step, whole, resumed):
+    """The resumed run's curves and last weights are the uninterrupted one's, bit for bit."""
+    for name in ("train/loss", "train/token_accuracy", "train/lr", "val/loss"):
+        expected = {at: value for at, value in metrics(whole, name).items() if at >= step}
+        assert metrics(resumed, name) == expected and expected, name
+    weights = [torch.load(f / "checkpoints/last.ckpt", weights_only=True)["state_dict"] for f in (whole, resumed)]
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+
+
+@pytest.mark.parametrize("model", names("model"))
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, model):
     whole, crashed, resumed = (tmp_path / name for name in ("whole", "crashed", "resumed"))
     start(whole, f"model={model}", *RESUME)
     with pytest.raises(RuntimeError, match="went away"):
         start(crashed, f"model={model}", *RESUME, error_at=(5, RuntimeError("the machine went away")))
     assert json.loads((crashed / "summary.json").read_text())["status"] == "failed"
-    start(resumed, f"model={model}", *RESUME, f"ckpt={crashed}/checkpoints/step_000003.ckpt")
-    for name in ("train/loss", "train/token_accuracy", "train/lr", "val/loss"):
-        expected = {step: value for step, value in metrics(whole, name).items() if step >= 3}
-        assert metrics(resumed, name) == expected and expected, name
-    weights = [torch.load(f / "checkpoints/last.ckpt", weights_only=True)["state_dict"] for f in (whole, resumed)]
-    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+    saved = torch.load(crashed / "checkpoints/last.ckpt", weights_only=True)["global_step"]
+    start(resumed, f"model={model}", *RESUME, f"ckpt={crashed}/checkpoints/last.ckpt")
+    same_from(saved, whole, resumed)
+
+
+@pytest.mark.parametrize("hook", ["on_validation_batch_start", "on_before_batch_transfer", "on_before_backward"])
+def test_a_run_goes_on_bitwise_after_ctrl_c_at_any_moment(tmp_path, monkeypatch, hook):
+    """In the middle of a validation, of making a batch, of a step: it is held back to the end of the next step."""
+    whole, stopped, resumed = (tmp_path / name for name in ("whole", "stopped", "resumed"))
+    start(whole, "model=lstm", *RESUME)
+    owner = Task if hook == "on_before_batch_transfer" else SequenceModule
+    calls = []
+
+    def interrupt(self, *arguments, **_):
+        calls.append(self.trainer.global_step)
+        if self.trainer.global_step == 3 and not self.trainer.sanity_checking and calls.count(3) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return arguments[0]
+
+    handler = signal.getsignal(signal.SIGINT)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(owner, hook, interrupt)
+        start(stopped, "model=lstm", *RESUME)
+    signal.signal(signal.SIGINT, handler)
+    saved = torch.load(stopped / "checkpoints/last.ckpt", weights_only=True)["global_step"]
+    assert saved == 4
+    start(resumed, "model=lstm", *RESUME, f"ckpt={stopped}/checkpoints/last.ckpt")
+    same_from(saved, whole, resumed)
 
 
 def test_accumulated_micro_batches_are_one_batch(tmp_path):

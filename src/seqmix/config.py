@@ -23,14 +23,17 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, InstantiationException
 from hydra.utils import instantiate
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from seqmix.model import SequenceModel
+from seqmix.optim import make_optimizer
 from seqmix.sweep.names import run_folder, sweep_name
 
 RUNS = Path("outputs")
-SAME_RUN = ("model", "channel_mixer", "task", "size", "seed", "optimizer", "scheduler")  # what a resumed run must share
+# what a resumed run must share
+SAME_RUN = ("model", "channel_mixer", "task", "size", "seed", "dropout", "optimizer", "scheduler")
 FREE_FORM = ("hydra.job.env_set", "hydra.job_logging", "hydra.hydra_logging", "hydra.launcher", "hydra.sweeper")
 
 
@@ -60,7 +63,9 @@ def check_command_line(arguments: list[str], conf: Path) -> DictConfig | None:
             return None
         cfg = compose_run(overrides, conf, folder="(made when the run starts)")
         check(cfg)
-    except (ValueError, HydraException, OmegaConfBaseException) as error:
+        callbacks = [build(node) for node in (cfg.get("callbacks") or {}).values() if node]
+        build(cfg.trainer)(callbacks=callbacks, logger=False)
+    except (ValueError, TypeError, MisconfigurationException, HydraException, OmegaConfBaseException) as error:
         _refuse(str(error))
     return cfg
 
@@ -92,10 +97,18 @@ def check(cfg: DictConfig) -> None:
         raise ValueError(f"show must be null or batch, got {cfg.show!r}")
     if cfg.matmul_precision not in ("highest", "high", "medium"):
         raise ValueError(f"matmul_precision must be highest, high or medium, got {cfg.matmul_precision!r}")
+    if not 0 <= cfg.seed < 2**32:
+        raise ValueError(f"seed must lie in 0..2^32 - 1, got {cfg.seed}")
+    for key in ("val_check_interval", "log_every_n_steps", "accumulate_grad_batches"):
+        if cfg.trainer[key] < 1:
+            raise ValueError(f"trainer.{key} must be at least 1, got {cfg.trainer[key]}")
+    if (cfg.trainer.gradient_clip_val or 0) < 0:
+        raise ValueError(f"trainer.gradient_clip_val must be at least 0, or null, got {cfg.trainer.gradient_clip_val}")
     find_checkpoint(cfg)
     task = build(cfg.task)
     with torch.device("meta"):
-        build_model(cfg, task.vocab_size)
+        optimizer = make_optimizer(build_model(cfg, task.vocab_size), build(cfg.optimizer))
+        build(cfg.scheduler)(optimizer, total_steps=max(1, cfg.trainer.max_steps))
 
 
 def find_checkpoint(cfg: DictConfig) -> Path | None:
@@ -158,6 +171,10 @@ def _check_overrides(overrides: list[Override], conf: Path, multirun: bool) -> N
                 f"{override.input_line} names several values: add -m to run one job a value, "
                 f"or write a list as '{key}=[...]'"
             )
+        if key == "hydra.job.chdir" and override.value():
+            raise ValueError(f"{override.input_line}: paths are the caller's; a run does not change the folder it stands in")
+        if key == "show" and multirun:
+            raise ValueError(f"{override.input_line} shows one run's batch: leave out -m")
         if "/" in key or "@" in key:  # a group of Hydra's own (hydra/launcher): Hydra answers for it
             continue
         if key in groups:

@@ -31,16 +31,19 @@ def scored_cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tenso
 
 
 class ScoredTokens(Metric):
-    """Sums over scored tokens; `compute` gives the values above by name. token_bytes: (V,) bytes a token, or None."""
+    """Sums over scored tokens; `compute` gives the values above by name.
+
+    token_bytes: (V,) bytes a token, or None. saved: the sums go into checkpoints; for those that span many steps.
+    """
 
     full_state_update = False
 
-    def __init__(self, token_bytes: Tensor | None = None):
+    def __init__(self, token_bytes: Tensor | None = None, saved: bool = False):
         super().__init__()
         for name in ("loss_sum", "bytes"):
-            self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum", persistent=True)
+            self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum", persistent=saved)
         for name in ("tokens", "tokens_right", "rows", "rows_right"):
-            self.add_state(name, torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum", persistent=True)
+            self.add_state(name, torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum", persistent=saved)
         self.register_buffer("token_bytes", token_bytes, persistent=False)
 
     def update(self, logits: Tensor, targets: Tensor, loss_sum: Tensor) -> None:

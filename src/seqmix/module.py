@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from seqmix.metrics import ScoredTokens, scored_cross_entropy
-from seqmix.optim import param_groups
+from seqmix.optim import make_optimizer
 
 
 class SequenceModule(L.LightningModule):
@@ -32,7 +32,7 @@ class SequenceModule(L.LightningModule):
         self.make_optimizer = optimizer
         self.make_scheduler = scheduler
         # one metric object a split: a sanity check or an evaluation never leaks into another's sums
-        self.window = ScoredTokens(token_bytes)
+        self.window = ScoredTokens(token_bytes, saved=True)
         self.val_scores = ScoredTokens(token_bytes)
         self.test_scores = ScoredTokens(token_bytes)
         # of the optimizer step under way: micro-batches seen, scored tokens of the first, of all
@@ -43,6 +43,8 @@ class SequenceModule(L.LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> Tensor:
         inputs, targets = batch
+        if self._micro_batches == 0 and self.trainer.global_step % self.trainer.log_every_n_steps == 0:
+            self.window.reset()  # here, not where it was logged: a checkpoint may be saved before or after that
         logits = self.model(inputs)  # (B, L, V)
         loss_sum, tokens = scored_cross_entropy(logits, targets)
         self.window.update(logits, targets, loss_sum)
@@ -65,18 +67,26 @@ class SequenceModule(L.LightningModule):
         self._micro_batches = 0
 
     def on_train_batch_end(self, outputs: object, batch: object, batch_index: int) -> None:
-        step = self.trainer.global_step  # optimizer steps done
-        stepped = self._micro_batches == 0
-        if stepped and step % self.trainer.log_every_n_steps == 0:
+        if self._micro_batches > 0:  # more of this optimizer step is to come
+            return
+        step, last = self.trainer.global_step, self.trainer.max_steps
+        if step == last:
+            self.trainer.should_stop = True  # as when time is up: Lightning then validates the last weights too
+        if step % self.trainer.log_every_n_steps == 0 or step == last:
             self.log_dict({f"train/{name}": value for name, value in self.window.compute().items()})
             self.log("train/lr", self.optimizers().param_groups[0]["lr"])
-            self.window.reset()
+
+    def on_validation_epoch_start(self) -> None:
+        self.val_scores.reset()
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> None:
         self._score(batch, self.val_scores)
 
     def on_validation_epoch_end(self) -> None:
         self._log_scores("val", self.val_scores)
+
+    def on_test_epoch_start(self) -> None:
+        self.test_scores.reset()
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> None:
         self._score(batch, self.test_scores)
@@ -85,8 +95,7 @@ class SequenceModule(L.LightningModule):
         self._log_scores("test", self.test_scores)
 
     def configure_optimizers(self) -> dict:
-        settings = self.make_optimizer.keywords
-        optimizer = self.make_optimizer(param_groups(self.model, settings["lr"], settings.get("weight_decay", 0.0)))
+        optimizer = make_optimizer(self.model, self.make_optimizer)
         scheduler = self.make_scheduler(optimizer, total_steps=self.trainer.estimated_stepping_batches)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -111,4 +120,3 @@ class SequenceModule(L.LightningModule):
 
     def _log_scores(self, split: str, scores: ScoredTokens) -> None:
         self.log_dict({f"{split}/{name}": value for name, value in scores.compute().items()})
-        scores.reset()

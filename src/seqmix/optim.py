@@ -8,6 +8,7 @@ biases) are not.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 from torch import nn
@@ -38,16 +39,29 @@ def param_groups(model: nn.Module, lr: float, weight_decay: float) -> list[dict]
     return [{"params": params, "lr": own, "weight_decay": decay} for (own, decay), params in groups.items()]
 
 
+def make_optimizer(model: nn.Module, optimizer: Callable[..., Optimizer]) -> Optimizer:
+    """optimizer: a partial of a torch optimizer whose keywords hold `lr`, and `weight_decay` if it decays."""
+    settings = optimizer.keywords
+    return optimizer(param_groups(model, settings["lr"], settings.get("weight_decay", 0.0)))
+
+
 def constant(optimizer: Optimizer, total_steps: int, warmup_steps: int = 0) -> LambdaLR:
     """Linear warm-up over `warmup_steps`, then lr."""
-    return LambdaLR(optimizer, partial(_factor, warmup_steps=warmup_steps, total_steps=total_steps, final=1.0))
+    return LambdaLR(optimizer, partial(_factor, warmup_steps=_checked(warmup_steps), total_steps=total_steps, final=1.0))
 
 
 def cosine(optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, final: float = 0.1) -> LambdaLR:
     """Linear warm-up over `warmup_steps`, then half a cosine from lr to `final · lr` at `total_steps`."""
     if not 0.0 <= final <= 1.0:
         raise ValueError(f"scheduler.final must lie in [0, 1], got {final!r}")
-    return LambdaLR(optimizer, partial(_factor, warmup_steps=warmup_steps, total_steps=total_steps, final=final))
+    factor = partial(_factor, warmup_steps=_checked(warmup_steps), total_steps=total_steps, final=final)
+    return LambdaLR(optimizer, factor)
+
+
+def _checked(warmup_steps: int) -> int:
+    if warmup_steps < 0:
+        raise ValueError(f"scheduler.warmup_steps must be at least 0, got {warmup_steps!r}")
+    return warmup_steps
 
 
 def _factor(step: int, warmup_steps: int, total_steps: int, final: float) -> float:

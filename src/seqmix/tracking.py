@@ -237,6 +237,7 @@ class WandbLogger(L.pytorch.loggers.WandbLogger):
     def log_summary(self, values: Mapping[str, object]) -> None:
         """Values of the run as a whole. None for what is not finite: dashboards leave a NaN out without a word."""
         finite = {name: None if _not_finite(value) else value for name, value in values.items()}
+        finite = {name: _tidy(value) if isinstance(value, str) else value for name, value in finite.items()}
         self._safely("summary", lambda: self.experiment.summary.update(finite))
 
     @rank_zero_only

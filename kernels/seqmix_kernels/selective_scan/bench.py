@@ -4,9 +4,9 @@
     python -m seqmix_kernels.selective_scan.bench --shape 8 2048 3072 16 --dtype bfloat16 --only naive,chunked,fused
 
 Each variant runs in a process of its own, one after the other, so that its peak is its own: on a CPU the growth of the
-process's largest resident size (VmHWM, lowered before; else ru_maxrss) over one forward + backward, on a GPU torch's peak of allocated memory, both
-above the inputs and with the gradients. Times are medians over at least three calls after a warm-up, wall clock on a
-CPU and CUDA events on a GPU. Prints a table, then one JSON line a variant.
+process's largest resident size (VmHWM, lowered before; else ru_maxrss) over one forward + backward, on a GPU torch's
+peak of allocated memory, both above the inputs and with the gradients. Times are medians over at least three calls
+after a warm-up, wall clock on a CPU and CUDA events on a GPU. Prints a table, then one JSON line a variant.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """The two checkpoints a run keeps, under names that can be pasted into `ckpt=`: no `=`, no `/` from a metric's name.
 
     checkpoints/best.ckpt           the weights with the best validation score so far
-    checkpoints/last.ckpt           where to go on from: by steps, by minutes, at the end, on an error, on Ctrl-C
+    checkpoints/last.ckpt           where to go on from: by steps, by minutes, at the end, on Ctrl-C, on SIGTERM
     checkpoints/step_000010.ckpt    kept beside last.ckpt, if asked for
 
 Lightning writes a file beside the target and moves it there: a crash or a full disk leaves the earlier one whole.
@@ -22,8 +22,7 @@ from pathlib import Path
 
 import lightning as L
 from lightning.pytorch.callbacks import Checkpoint
-
-from seqmix.measure import first_nonfinite
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 log = logging.getLogger(__name__)
 
@@ -102,10 +101,10 @@ class LastCheckpoint(Checkpoint):
 
     every_n_steps: optimizer steps between saves, null for none. every_minutes: minutes between saves, null for none;
     both may be set. keep_steps: of the saves by steps, how many stay as `step_000010.ckpt` too (-1: all).
-    It also saves after the last step, and when an exception ends training, unless the weights are not finite.
-
-    Ctrl-C is held back until the step under way is done: an optimizer interrupted halfway leaves weights from which
-    nothing can go on. A second Ctrl-C does not wait, and does not save.
+    It also saves after the last step. It saves between steps alone: in the middle of one the data are a batch ahead of
+    the weights, in the middle of a validation its sums are half full, and nothing could go on from there exactly. So an
+    error leaves the last.ckpt that was there, and Ctrl-C and SIGTERM are held back until the next step is done and saved
+    (on several ranks: the next logged one); a second Ctrl-C does not wait, and does not save.
     """
 
     def __init__(
@@ -130,23 +129,22 @@ class LastCheckpoint(Checkpoint):
         self.keep_steps = keep_steps
         self.clock = clock
         self._kept: list[Path] = []
-        self._handler = None
+        self._handlers: dict[int, object] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._saved_step = self._step = trainer.global_step
         self._saved_at = self.clock()
-        self._in_step = self._interrupted = False
+        self._signal = 0
         if threading.current_thread() is threading.main_thread():  # Python lets no other set a handler
-            self._handler = signal.signal(signal.SIGINT, self._hold_back)
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                self._handlers[signum] = signal.signal(signum, self._hold_back)
 
     def _hold_back(self, signum: int, frame: object) -> None:
-        if self._interrupted or not self._in_step:
+        if self._signal == signum == signal.SIGINT:
             raise KeyboardInterrupt
-        self._interrupted = True
-        log.warning("interrupted: finishing this step, then saving; once more to stop at once")
-
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch, batch_idx: int) -> None:
-        self._in_step = True
+        self._signal = signum
+        again = "; once more to stop at once" if signum == signal.SIGINT else ""
+        log.warning("interrupted: stopping once the next step is done and saved%s", again)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs, batch, batch_idx: int
@@ -155,13 +153,22 @@ class LastCheckpoint(Checkpoint):
         self._step = trainer.global_step
         if stepped:
             by_steps = self.every_n_steps is not None and self._step % self.every_n_steps == 0
-            if by_steps or self._step == trainer.max_steps or self._time_is_up(trainer):
+            stops = self._is_stopped(trainer)
+            if by_steps or stops or self._step == trainer.max_steps or self._time_is_up(trainer):
                 self._save(trainer)
                 if by_steps and self.keep_steps != 0:
                     self._keep(trainer)
-        self._in_step = False
-        if self._interrupted:
-            raise KeyboardInterrupt
+            if stops:
+                self._stop()
+
+    def _is_stopped(self, trainer: L.Trainer) -> bool:
+        if trainer.world_size == 1:
+            return self._signal != 0
+        logged = self._step % trainer.log_every_n_steps == 0  # ranks must agree
+        return logged and trainer.strategy.reduce_boolean_decision(self._signal != 0, all=False)
+
+    def _stop(self) -> None:
+        raise SIGTERMException if self._signal == signal.SIGTERM else KeyboardInterrupt
 
     def _time_is_up(self, trainer: L.Trainer) -> bool:
         if self.every_minutes is None:
@@ -175,31 +182,24 @@ class LastCheckpoint(Checkpoint):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._step > self._saved_step:
             self._save(trainer)
+        if self._signal:  # in the validation after the last step
+            self._stop()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._restore_handler()
+        self._restore_handlers()
         if trainer.state.fn != "fit" or trainer.sanity_checking or trainer.fast_dev_run:
             return
         if trainer.global_step == 0 or trainer.global_step == self._saved_step:
             return
         kept = f"last.ckpt stays that of step {self._saved_step}" if self.path.exists() else "there is no last.ckpt"
-        if self._in_step and isinstance(exception, KeyboardInterrupt):
-            log.warning("stopped in the middle of step %d, not saved; %s", trainer.global_step + 1, kept)
-        elif (name := first_nonfinite(pl_module.named_parameters())) is not None:
-            log.warning("%s is not finite, not saved; %s", name, kept)
-        else:
-            try:
-                self._save(trainer)
-            except Exception as error:  # the run ends by the first exception, not by this one
-                log.warning("could not save a checkpoint (%s: %s); %s", type(error).__name__, error, kept)
+        log.warning("stopped on the way to step %d, not saved; %s", trainer.global_step + 1, kept)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._restore_handler()
+        self._restore_handlers()
 
-    def _restore_handler(self) -> None:
-        if self._handler is not None:
-            signal.signal(signal.SIGINT, self._handler)
-            self._handler = None
+    def _restore_handlers(self) -> None:
+        while self._handlers:
+            signal.signal(*self._handlers.popitem())
 
     def _save(self, trainer: L.Trainer) -> None:
         if trainer.fast_dev_run:
