@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from seqmix.metrics import ScoredTokens, scored_cross_entropy
-from seqmix.optim import make_optimizer
+from seqmix.optim import make_optimizer, marks_of
+from seqmix.sharding import shard
 
 
 class SequenceModule(L.LightningModule):
@@ -29,6 +30,7 @@ class SequenceModule(L.LightningModule):
     ):
         super().__init__()
         self.model = model
+        self.marks = marks_of(model)  # before anything shards it
         self.make_optimizer = optimizer
         self.make_scheduler = scheduler
         # one metric object a split: a sanity check or an evaluation never leaks into another's sums
@@ -94,8 +96,12 @@ class SequenceModule(L.LightningModule):
     def on_test_epoch_end(self) -> None:
         self._log_scores("test", self.test_scores)
 
+    def configure_model(self) -> None:
+        if self.device_mesh is not None:  # of a strategy that shards: conf/trainer/fsdp.yaml
+            shard(self.model, self.device_mesh["data_parallel"])
+
     def configure_optimizers(self) -> dict:
-        optimizer = make_optimizer(self.model, self.make_optimizer)
+        optimizer = make_optimizer(self.model, self.make_optimizer, self.marks)
         scheduler = self.make_scheduler(optimizer, total_steps=self.trainer.estimated_stepping_batches)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

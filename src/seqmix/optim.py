@@ -15,21 +15,31 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+Marks = dict[str, dict]  # name of a parameter -> what was declared of it
 
-def param_groups(model: nn.Module, lr: float, weight_decay: float) -> list[dict]:
+
+def marks_of(model: nn.Module) -> Marks:
+    """What the parameters of `model` declare. A copy or a share of a parameter is a new object and declares nothing:
+    one who copies or shards the model reads the marks before."""
+    return {name: p._optim for name, p in model.named_parameters() if hasattr(p, "_optim")}
+
+
+def param_groups(model: nn.Module, lr: float, weight_decay: float, marks: Marks | None = None) -> list[dict]:
     """Groups for a torch optimizer, every parameter that is trained in exactly one.
 
     A parameter marked with `max_lr` gets min(lr · lr_scale, max_lr) (experiments: S4's A and Δ at 1e-3 at most).
+    marks: None reads those that are on the parameters.
     """
     if not lr > 0:
         raise ValueError(f"optimizer.lr must be positive, got {lr!r}")
     if not weight_decay >= 0:
         raise ValueError(f"optimizer.weight_decay must be at least 0, got {weight_decay!r}")
+    marks = marks_of(model) if marks is None else marks
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
-    for parameter in model.parameters():  # a tied parameter comes once
+    for name, parameter in model.named_parameters():  # a tied parameter comes once
         if not parameter.requires_grad:
             continue
-        mark = getattr(parameter, "_optim", None)
+        mark = marks.get(name)
         if mark is None:
             key = (lr, weight_decay if parameter.ndim >= 2 else 0.0)
         else:
@@ -39,10 +49,10 @@ def param_groups(model: nn.Module, lr: float, weight_decay: float) -> list[dict]
     return [{"params": params, "lr": own, "weight_decay": decay} for (own, decay), params in groups.items()]
 
 
-def make_optimizer(model: nn.Module, optimizer: Callable[..., Optimizer]) -> Optimizer:
+def make_optimizer(model: nn.Module, optimizer: Callable[..., Optimizer], marks: Marks | None = None) -> Optimizer:
     """optimizer: a partial of a torch optimizer whose keywords hold `lr`, and `weight_decay` if it decays."""
     settings = optimizer.keywords
-    return optimizer(param_groups(model, settings["lr"], settings.get("weight_decay", 0.0)))
+    return optimizer(param_groups(model, settings["lr"], settings.get("weight_decay", 0.0), marks))
 
 
 def constant(optimizer: Optimizer, total_steps: int, warmup_steps: int = 0) -> LambdaLR:

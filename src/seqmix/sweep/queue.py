@@ -77,6 +77,7 @@ class Running(NamedTuple):
     job: Job
     process: subprocess.Popen
     slot: int
+    gpus: str | None  # CUDA_VISIBLE_DEVICES of the process
     began: float
 
 
@@ -197,9 +198,10 @@ class Queue:
             **wandb_names(job.path),
         }
         env.setdefault("OMP_NUM_THREADS", str(self.threads))  # and not MKL's own, which would part from it
+        gpus = None
         if self.gpus:
             k = self.settings.gpus_per_job
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus[(slot * k + i) % len(self.gpus)] for i in range(k))
+            gpus = env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus[(slot * k + i) % len(self.gpus)] for i in range(k))
         with (job.path / "output.log").open("a", encoding="utf-8") as output:
             output.write(f"$ {shlex.join(['python', *line[1:]])}\n")
             output.flush()
@@ -208,7 +210,7 @@ class Queue:
                 start_new_session=True,  # Ctrl-C reaches a job through this process, once
                 pass_fds=[lock],
             )  # fmt: skip
-        return Running(job, process, slot, time.monotonic())
+        return Running(job, process, slot, gpus, time.monotonic())
 
     def _end(self, at: Running, cfg: DictConfig) -> None:
         """Record how the process ended, in the job and in its summary.json."""
@@ -226,6 +228,7 @@ class Queue:
             "wandb_id": wandb_names(job.path)["WANDB_RUN_ID"],
             "attempts": job.attempts,
             "exit_code": job.exit_code,
+            "gpus": at.gpus,
             "process_seconds": job.seconds,
         }
         if overrides := halved(cfg, job.halvings):
