@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int16: "i16", torch.int64: "i64",
-         torch.int32: "i32"}  # fmt: skip
+         torch.int32: "i32", torch.int8: "i8"}  # fmt: skip
 
 
 class Recorder:
@@ -103,7 +103,7 @@ def inputs(batch, length, width, n, groups=1, dtype=torch.bfloat16, z=True, D=Tr
 def launches(modules, fused, args, discretization="euler", chunk=None, **how):
     def call():
         y, final, *saved = fused.forward(*args, True, discretization, chunk, **how)
-        fused.backward(torch.zeros_like(y), final, *args, *saved, True, discretization, chunk, **how)
+        fused.backward(torch.zeros_like(y), final, *args, y, *saved, True, discretization, chunk, **how)
 
     return record(modules, call)
 
@@ -119,6 +119,7 @@ CASES = {
         ("bf16", dict(n=16), False, 1),
         ("bf16 few", dict(n=16, length=192), True, 2),
         ("fp32 N12 odd state", dict(n=12, dtype=torch.float32, length=90, width=72, state=True), False, 2),
+        ("bf16 N40 documents", dict(n=40, seq=True), False, 2),
     ],
 }
 

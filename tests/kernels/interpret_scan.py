@@ -74,13 +74,13 @@ def main():
     args = inputs(2, 20, 4, 3, device="cpu", dtype=F16)
     args[0][0, 3] = float("nan")
     y, final, *saved = fused.forward(*args, None, True, "euler", 16)
-    dx = fused.backward(torch.ones_like(y), None, *args, None, *saved, True, "euler", 16)[0]
+    dx = fused.backward(torch.ones_like(y), None, *args, None, y, *saved, True, "euler", 16)[0]
     print(json.dumps({"case": "nan", "y": y[0, 3:].isnan().all().item(), "final": final[0].isnan().all().item(),
                       "clean": not (y[1].isnan().any() or dx[1].isnan().any() or y[0, :3].isnan().any()).item()}))  # fmt: skip
     for batch, length in ((2, 0), (0, 3)):
         args = inputs(batch, length, 3, 2, device="cpu", dtype=F32)
         y, final, *saved = fused.forward(*args, None, True, "euler", None)
-        grads = fused.backward(y, final, *args, None, *saved, True, "euler", None)
+        grads = fused.backward(y, final, *args, None, y, *saved, True, "euler", None)
         zero = all(not g.any() for i, g in enumerate(grads) if i != 8)
         through = torch.equal(final, args[8]) and torch.equal(grads[8], final)
         shapes = all(g.shape == t.shape for g, t in zip(grads, args, strict=True))

@@ -106,6 +106,9 @@ GPU_CASES = [
     (2, 63, 128, 16, 2, torch.float32, ("D", "dt_bias", "initial_state")),
     (1, 100, 7, 3, 1, torch.bfloat16, ()),
     (2, 33, 24, 33, 2, torch.float32, ()),
+    (2, 70, 96, 33, 1, torch.float32, ()),
+    (2, 100, 128, 64, 2, torch.bfloat16, ()),
+    (1, 50, 64, 40, 1, torch.float16, ("z", "initial_state")),
     (1, 40, 16, 256, 1, torch.bfloat16, ()),
     (1, 1, 7, 1, 1, torch.float32, ()),
 ]
@@ -117,7 +120,7 @@ def test_real_kernels_match_the_equation(scan, case):
     bench, fused = scan
     args = bench.inputs(*case)
     hows = [(fused.Plan(False), 0)]
-    if fused.gluon_why_not(args[0], case[3], case[4], None, "euler") is None:
+    if fused.gluon_why_not(args[0], case[4], "euler") is None:
         hows += [(fused.Plan(True, 1), 0), (fused.Plan(True, 3), 132)]
     for how, fused.SMS in hows:
         e = bench.errors(args, how)
@@ -125,11 +128,42 @@ def test_real_kernels_match_the_equation(scan, case):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("case", [(2, 500, 128, 16), (2, 333, 192, 5), (1, 256, 64, 40)], ids=str)
+def test_partial_sums_in_the_gradients_memory(scan, case, monkeypatch):
+    """A backward in pieces whose partial sums of dB and dC lie where dx and ddt are written later."""
+    bench, fused = scan
+    monkeypatch.setattr(fused, "PARTIALS", 0)
+    for dtype in (torch.bfloat16, torch.float32):
+        args = bench.inputs(*case, dtype=dtype)
+        for segments in (1, 3):
+            e = bench.errors(args, fused.Plan(True, segments))
+            assert e.same and not within(e.ours, e.torch, dtype != torch.float32), (dtype, segments)
+
+
+@pytest.mark.gpu
+def test_a_gate_that_is_shut(scan):
+    """Where z is 0 the output says nothing about what was gated, yet dz depends on it."""
+    bench, fused = scan
+    for zeros in (lambda z: z[:, 37:41].zero_(), lambda z: z[0, 20, 5].zero_(), torch.Tensor.zero_,
+                  lambda z: z[:, :, 3].fill_(-200.0), lambda z: z.mul_(1e-7)):  # fmt: skip
+        args = bench.inputs(2, 100, 128, 16)
+        zeros(args[6])
+        for how, fused.SMS in ((fused.Plan(True, 1), 0), (fused.Plan(True, 2), 132)):
+            e = bench.errors(args, how)
+            assert e.same and not within(e.ours, e.torch, True), how
+
+
+@pytest.mark.gpu
 def test_documents_and_strides_on_the_gpu(scan):
-    bench, _ = scan
-    args = bench.inputs(2, 60, 40, 16)
+    bench, fused = scan
     seq = torch.tensor([0] * 20 + [1] * 33 + [2] * 7, device="cuda").repeat(2, 1)
-    for kwargs in (dict(seq_idx=seq), dict(seq_idx=seq, discretization="zoh"), dict(softplus=False, chunk=16)):
+    for n in (16, 20):
+        args = bench.inputs(2, 60, 64, n)
+        for how, fused.SMS in ((fused.Plan(True, 1), 0), (fused.Plan(True, 2), 132), (fused.Plan(False), 0)):
+            e = bench.errors(args, how, seq_idx=seq)
+            assert e.same and not within(e.ours, e.torch, True), (n, how)
+    args = bench.inputs(2, 60, 40, 16)
+    for kwargs in (dict(seq_idx=seq, discretization="zoh"), dict(softplus=False, chunk=16)):
         plain_dt = [t.abs() / 10 if i == 1 else None if i == 7 else t for i, t in enumerate(args)]
         e = bench.errors(plain_dt if "softplus" in kwargs else args, **kwargs)
         assert e.same and not within(e.ours, e.torch, True), kwargs
@@ -151,10 +185,10 @@ def test_more_than_two_to_the_31_elements(scan):
     for how in (fused.Plan(True, 1), fused.Plan(False)):
         dy = args[0].flip(1)
         y, final, *saved = fused.forward(*args, None, True, "euler", None, how=how)
-        got = fused.backward(dy, None, *args, None, *saved, True, "euler", None, how=how)
+        got = fused.backward(dy, None, *args, None, y, *saved, True, "euler", None, how=how)
         row = [t[-1:] if t is not None and t.dim() > 2 else t for t in args]
         y1, final1, *saved1 = fused.forward(*row, None, True, "euler", None, how=how)
-        want = fused.backward(dy[-1:], None, *row, None, *saved1, True, "euler", None, how=how)
+        want = fused.backward(dy[-1:], None, *row, None, y1, *saved1, True, "euler", None, how=how)
         assert torch.equal(y[-1:], y1) and torch.equal(final[-1:], final1)
         for i in (0, 1, 3, 4, 6):
             assert torch.equal(got[i][-1:], want[i]), i

@@ -32,21 +32,22 @@ def _library():
     return library
 
 
-def boundary_spec(x: Tensor, n: int, chunk: int | None) -> tuple[tuple[int, int, int, int], torch.dtype]:
-    """Shape and dtype of the states saved before each chunk: (B, chunks, N, D), float32."""
+def saved_specs(x: Tensor, A: Tensor, B: Tensor, z: Tensor | None, discretization: str, chunk: int | None, save: bool):
+    """Shapes and dtypes of what the forward keeps: the states before each chunk, (B, chunks, N, D), and nothing else."""
     batch, length, width = x.shape
     chunk = chunk or CHUNK
-    return (batch, (length + chunk - 1) // chunk, n, width), torch.float32
+    states = (batch, (length + chunk - 1) // chunk, A.shape[1], width) if save else (0,)
+    return (states, torch.float32), ((0,), x.dtype)
 
 
 def forward(x, dt, A, B, C, D, z, dt_bias, initial_state, seq_idx, dt_softplus, discretization, chunk, save=True):
-    """y, the final state, the boundary states (`boundary_spec`; shape (0,) without `save`), and (0,): y before the gate
+    """y, the final state, the boundary states (`saved_specs`), and (0,): y before the gate
     is made again in the backward."""
     batch, length, width = x.shape
     n = A.shape[1]
     chunk = chunk or CHUNK
     final = _new(batch, width, n)
-    bound = _new(*boundary_spec(x, n, chunk)[0]) if save else _new(0)
+    bound = _new(*saved_specs(x, A, B, z, discretization, chunk, save)[0][0])
     y = _new(batch, length, width)
     if x.numel():
         call = _Call(x, dt, A, B, C, D, z, dt_bias, initial_state, seq_idx, dt_softplus, discretization, chunk)
@@ -59,7 +60,7 @@ def forward(x, dt, A, B, C, D, z, dt_bias, initial_state, seq_idx, dt_softplus, 
 
 
 def backward(
-    dy, dfinal, x, dt, A, B, C, D, z, dt_bias, initial_state, seq_idx, bound, y_ungated, dt_softplus, discretization,
+    dy, dfinal, x, dt, A, B, C, D, z, dt_bias, initial_state, seq_idx, y, bound, gate, dt_softplus, discretization,
     chunk,
 ):  # fmt: skip
     """(dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial); of shape (0,) where the input is absent."""

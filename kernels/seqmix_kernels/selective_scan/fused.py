@@ -23,6 +23,7 @@ from . import triton_kernels as tk
 GROUP = 2  # steps whose states and decays the plain backward holds in registers
 BLOCK, WARPS = 64, 4  # channels and warps of a Gluon CTA
 TILE_FWD, TILE_BWD = 32, 16  # steps of a Gluon tile
+STATES = 16  # of a channel that one Gluon call takes
 CARRY_REGS = 128
 PARTIALS = 1 << 24  # bytes that the partial sums of a backward may always take
 SMS = 132  # of an H200, where the rules below were measured
@@ -51,18 +52,14 @@ def why_not(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> str | Non
     return None
 
 
-def gluon_why_not(x: Tensor, n: int, groups: int, seq_idx: OPTIONAL, discretization: str) -> str | None:
+def gluon_why_not(x: Tensor, groups: int, discretization: str) -> str | None:
     """Why a call takes the plain kernels; None if it takes the Gluon ones."""
     if x.device.type != "cuda" or not _hopper(x.device.index):
         return "not compute capability 9.0"
-    if n > 16:
-        return f"N = {n}, more than 16"
     if x.shape[2] % 2:
         return f"D = {x.shape[2]} is odd"
     if groups > 1 and x.shape[2] // groups % BLOCK:
         return f"a group's {x.shape[2] // groups} channels are no multiple of {BLOCK}"
-    if seq_idx is not None:
-        return "seq_idx"
     if discretization != "euler":
         return discretization
     return None
@@ -73,8 +70,8 @@ def _hopper(index: int | None) -> bool:
     return torch.version.cuda is not None and torch.cuda.get_device_capability(index) == (9, 0)
 
 
-def plan(x: Tensor, n: int, groups: int, seq_idx: OPTIONAL, discretization: str) -> Plan:
-    if gluon_why_not(x, n, groups, seq_idx, discretization) is not None:
+def plan(x: Tensor, groups: int, discretization: str) -> Plan:
+    if gluon_why_not(x, groups, discretization) is not None:
         return Plan(False)
     return Plan(True, segments_for(*x.shape))
 
@@ -96,13 +93,31 @@ def chunk_for(n: int, chunk: int | None) -> int:
     return min(32 if n <= 16 else 1024, max(16, triton.next_power_of_2(chunk)))
 
 
-def boundary_spec(x: Tensor, n: int, chunk: int | None) -> tuple[tuple[int, int, int], torch.dtype]:
-    """Shape and dtype of `boundary_states` of `forward`: (B, chunks, D N) float32, or (B, chunks, D (N + 1)) int16."""
+def saved_specs(
+    x: Tensor, A: Tensor, B: Tensor, z: OPTIONAL, discretization: str, chunk: int | None, save: bool, how: Plan | None = None
+) -> tuple[tuple[tuple[int, ...], torch.dtype], tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of what `forward` keeps for the backward, (0,) for nothing.
+
+    boundary states  the state before every chunk: (B, chunks, D N) float32, or (B, chunks, D (N + 1)) int16. Nothing where
+                     the Gluon kernels take more than 16 states: the backward makes them again, 16 at a time
+    gate             what the gradient of z needs: (B, ceil(L / 16), D / 64) int8, marks of the tiles where the output does
+                     not tell what was gated; (B, L, D), what was gated, for more than 16 states; else nothing
+    """
     batch, length, width = x.shape
+    n = A.shape[1]
+    nothing = (0,), x.dtype
+    if not save:
+        return nothing, nothing
+    gluon = (how or plan(x, B.shape[2], discretization)).gluon
+    if gluon and n > STATES:
+        return nothing, nothing if z is None else (x.shape, x.dtype)
     chunks = triton.cdiv(length, chunk_for(n, chunk))
-    if x.dtype == torch.float32:
-        return (batch, chunks, width * n), torch.float32
-    return (batch, chunks, width * (n + 1)), torch.int16
+    states = ((batch, chunks, width * n), torch.float32)
+    if x.dtype != torch.float32:
+        states = ((batch, chunks, width * (n + 1)), torch.int16)
+    if not gluon or z is None or x.dtype != torch.bfloat16:
+        return states, nothing
+    return states, ((batch, triton.cdiv(length, TILE_BWD), triton.cdiv(width, BLOCK)), torch.int8)
 
 
 def forward(
@@ -122,51 +137,45 @@ def forward(
     save: bool = True,
     how: Plan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y (B, L, D), final state (B, D, N), boundary states (`boundary_spec`; shape (0,) without `save`), and (0,)."""
+    """y (B, L, D), final state (B, D, N), boundary states and gate (`saved_specs`)."""
     batch, length, width = x.shape
     n, groups = A.shape[1], B.shape[2]
-    K = chunk_for(n, chunk)
+    how = how or plan(x, groups, discretization)
     y = x.new_empty(batch, length, width)
-    final = A.new_empty(batch, width, n)
-    shape, dtype = boundary_spec(x, n, K) if save else ((0,), torch.float32)
-    states = torch.empty(shape, dtype=dtype, device=x.device)
+    states, gate = (
+        x.new_empty(shape, dtype=dtype) for shape, dtype in saved_specs(x, A, B, z, discretization, chunk, save, how)
+    )
     if y.numel() == 0:
         final = A.new_zeros(batch, width, n) if initial_state is None else initial_state.clone()
-        return y, final, states, x.new_empty(0)
+        return y, final, states, gate
     B, C, A, D, dt_bias = _rows(B), _rows(C), _dense(A), _dense(D), _dense(dt_bias)
-    how = how or plan(x, n, groups, seq_idx, discretization)
-    if how.gluon:
-        from . import gluon_kernels as gk
-
-        x, dt, z = _words(x), _words(dt), _words(z)
-        segments, steps = _segments(length, how.segments)
-        ini = _state_in(initial_state, A, batch, segments, 0)
-        if segments > 1:
-            _carry(x, dt, A, B, z, dt_bias, dt_softplus, ini, initial_state is not None, segments, steps, False)
-        blocks = triton.cdiv(width, BLOCK)
-        gk.fwd_kernel[(blocks, batch, segments)](
-            x, dt, A, B, C, _or(D, A), _or(z, x), _or(dt_bias, A), ini, y, final, states,
-            length, width, width // groups, steps, segments, *x.stride()[:2], *dt.stride()[:2], *_or(z, x).stride()[:2],
-            *B.stride()[:3], *C.stride()[:3],
-            N=n, K=K, HAS_D=D is not None, HAS_Z=z is not None, HAS_BIAS=dt_bias is not None,
-            HAS_INI=segments > 1 or initial_state is not None, SOFTPLUS=dt_softplus, SAVE=save,
-            BFP=dtype == torch.int16,
-            EVEN_L=length % TILE_FWD == 0, EVEN_D=width % BLOCK == 0,
-            num_warps=WARPS, **_three_ctas(x),
+    if not how.gluon:
+        K = chunk_for(n, chunk)
+        final = A.new_empty(batch, width, n)
+        block, warps, np2 = _block(n, width // groups, discretization == "zoh")
+        blocks = triton.cdiv(width // groups, block)
+        initial_state = _dense(initial_state)
+        tk.fwd_kernel[(batch * groups * blocks,)](
+            x, dt, A, B, C, _or(D, A), _or(z, x), _or(dt_bias, A), _or(initial_state, A), _or(seq_idx, A), y, final, states,
+            1, length, width, width // groups, blocks, *x.stride(), *dt.stride(), *_or(z, x).stride(),
+            *B.stride()[:3], *C.stride()[:3], *A.stride(), *_strides(seq_idx),
+            N=n, NP=np2, BD=block, S=4, K=K, HAS_D=D is not None, HAS_Z=z is not None, HAS_BIAS=dt_bias is not None,
+            HAS_H0=initial_state is not None, HAS_SEQ=seq_idx is not None, SOFTPLUS=dt_softplus,
+            ZOH=discretization == "zoh", SAVE=save, BFP=states.dtype == torch.int16, G=groups, num_warps=warps,
         )  # fmt: skip
-        return y, final, states, x.new_empty(0)
-    block, warps, np2 = _block(n, width // groups, discretization == "zoh")
-    blocks = triton.cdiv(width // groups, block)
-    initial_state = _dense(initial_state)
-    tk.fwd_kernel[(batch * groups * blocks,)](
-        x, dt, A, B, C, _or(D, A), _or(z, x), _or(dt_bias, A), _or(initial_state, A), _or(seq_idx, A), y, final, states,
-        1, length, width, width // groups, blocks, *x.stride(), *dt.stride(), *_or(z, x).stride(),
-        *B.stride()[:3], *C.stride()[:3], *A.stride(), *_strides(seq_idx),
-        N=n, NP=np2, BD=block, S=4, K=K, HAS_D=D is not None, HAS_Z=z is not None, HAS_BIAS=dt_bias is not None,
-        HAS_H0=initial_state is not None, HAS_SEQ=seq_idx is not None, SOFTPLUS=dt_softplus,
-        ZOH=discretization == "zoh", SAVE=save, BFP=dtype == torch.int16, G=groups, num_warps=warps,
-    )  # fmt: skip
-    return y, final, states, x.new_empty(0)
+        return y, final, states, gate
+    call = _Gluon(x, dt, z, dt_bias, seq_idx, dt_softplus, chunk_for(STATES, chunk), how.segments)
+    if n <= STATES:
+        final = call.forward(A, B, C, D, z, initial_state, states, y, gate)
+        return y, final, states, gate
+    finals, total = [], A.new_empty(batch, length, width)
+    for part in _parts(n):
+        some = _some(part, A, B, C, initial_state)
+        if part.stop < n:
+            finals.append(call.forward(*some[:3], None, None, some[3], None, total, None, total if part.start else None))
+        else:
+            finals.append(call.forward(*some[:3], D, z, some[3], None, y, gate, total))
+    return y, torch.cat(finals, dim=2), states, gate
 
 
 def backward(
@@ -182,71 +191,217 @@ def backward(
     dt_bias: OPTIONAL,
     initial_state: OPTIONAL,
     seq_idx: OPTIONAL,
-    boundary_states: Tensor,
-    y_ungated: Tensor,
+    y: Tensor,
+    states: Tensor,
+    gate: Tensor,
     dt_softplus: bool,
     discretization: str,
     chunk: int | None,
     how: Plan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial; shape (0,) for what was not given. y_ungated is not needed."""
+    """dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial; shape (0,) for what was not given. y is read where gate has marks."""
     batch, length, width = x.shape
     n, groups = A.shape[1], B.shape[2]
-    K = chunk_for(n, chunk)
     dx, ddt = (x.new_empty(batch, length, width) for _ in range(2))
     dz = x.new_empty(batch, length, width) if z is not None else x.new_empty(0)
     dB, dC = (x.new_empty(batch, length, groups, n) for _ in range(2))
-    how = how or plan(x, n, groups, seq_idx, discretization)
-    segments, steps = _segments(length, how.segments)
-    # what later steps hand to the state, carried from piece to piece; at the end the gradient of the initial state
-    adjoint = _state_in(dfinal, A, batch, segments, segments - 1)
+    how = how or plan(x, groups, discretization)
     if dx.numel() == 0:
+        adjoint = _state_in(A.new_zeros(batch, width, n) if dfinal is None else dfinal, A, batch, 1, 0)
         return _gradients(dx, ddt, A.new_zeros(batch, n + 2, width), dB.zero_(), dC.zero_(), D, dz, dt_bias,
                           initial_state, adjoint)  # fmt: skip
     B, C, A, D, dt_bias = _rows(B), _rows(C), _dense(A), _dense(D), _dense(dt_bias)
-    given = dict(HAS_D=D is not None, HAS_Z=z is not None, HAS_BIAS=dt_bias is not None, SOFTPLUS=dt_softplus,
-                 BFP=boundary_states.dtype == torch.int16)  # fmt: skip
-    sums = A.new_zeros(batch * segments, n + 2, width)
     if how.gluon:
-        from . import gluon_kernels as gk
-
-        dy, x, dt, z = _words(dy), _words(x), _words(dt), _words(z)
-        blocks = triton.cdiv(width, BLOCK)
-        if segments > 1:
-            _carry(dy, dt, A, C, z, dt_bias, dt_softplus, adjoint, dfinal is not None, segments, steps, True)
-        # in float16 a small output has too few digits left for y / silu(z)
-        few = batch * blocks * segments <= 2 * SMS
-        per_group = blocks // groups
-        piece = _piece(batch * segments, steps, blocks * 2 * n * 4, x.element_size() * width, K)
-        partial = A.new_empty(batch * segments, piece, groups, per_group, 2 * n)
-        for p0 in reversed(range(0, steps, piece)):
-            gk.bwd_kernel[(blocks, batch, segments)](
-                dy, x, dt, A, B, C, _or(D, A), _or(z, x), _or(dt_bias, A), boundary_states,
-                adjoint,
-                dx, ddt, dz, partial, sums,
-                length, p0, piece, width, width // groups, blocks, steps, segments, *dy.stride()[:2], *x.stride()[:2],
-                *dt.stride()[:2], *_or(z, x).stride()[:2], *B.stride()[:3], *C.stride()[:3],
-                N=n, NT=K // TILE_BWD, EVEN_L=length % K == 0, EVEN_D=width % BLOCK == 0,
-                 PRE=few, **given, num_warps=WARPS, **({} if few else _three_ctas(x)),
+        call = _Gluon(x, dt, z, dt_bias, seq_idx, dt_softplus, chunk_for(STATES, chunk), how.segments)
+        dy = _words(dy)
+        if n <= STATES:
+            sums, adjoint = call.backward(
+                dy, dfinal, A, B, C, D, z, states, y, gate, dx, ddt, dz, dB, dC, (dx, ddt)
+            )
+            return _gradients(dx, ddt, sums, dB, dC, D, dz, dt_bias, initial_state, adjoint)
+        made, wide_x, wide_dt = [], A.new_empty(dx.shape), A.new_empty(dx.shape)
+        for part in _parts(n):
+            first, last = part.start == 0, part.stop == n
+            Ap, Bp, Cp, ini, dout = _some(part, A, B, C, initial_state, dfinal)
+            shape, dtype = saved_specs(x, Ap, B, None, discretization, chunk, True, how)[0]
+            again = x.new_empty(shape, dtype=dtype)
+            call.forward(Ap, Bp, Cp, None, None, ini, again, None, None)
+            outs = (dx, ddt) if last else (wide_x, wide_dt)
+            sums, adjoint = call.backward(
+                dy, dout, Ap, Bp, Cp, D if last else None, z, again, gate, gate, *outs, dz if last else None,
+                dB[..., part], dC[..., part], (dx, ddt), None if first else (wide_x, wide_dt),
             )  # fmt: skip
-            _reduce_bc(partial, dB, dC, p0, steps, segments)
-        return _gradients(dx, ddt, sums, dB, dC, D, dz, dt_bias, initial_state, adjoint)
+            made.append(_gradients(dx, ddt, sums, dB, dC, D, dz, dt_bias, initial_state, adjoint))
+        dA, dD, ddt_bias, dinitial = (torch.cat([m[2] for m in made], dim=1), made[-1][5], sum(m[7] for m in made),
+                                      torch.cat([m[8] for m in made], dim=-1))  # fmt: skip
+        return dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial
+    given = dict(HAS_D=D is not None, HAS_Z=z is not None, HAS_BIAS=dt_bias is not None, SOFTPLUS=dt_softplus,
+                 BFP=states.dtype == torch.int16)  # fmt: skip
+    # what later steps hand to the state, carried from piece to piece; at the end the gradient of the initial state
+    adjoint = _state_in(dfinal, A, batch, 1, 0)
+    if dfinal is None:
+        adjoint.zero_()
+    sums = A.new_zeros(batch, n + 2, width)
+    K = chunk_for(n, chunk)
     block, warps, np2 = _block(n, width // groups, discretization == "zoh")
     blocks = triton.cdiv(width // groups, block)
-    piece = _piece(batch, steps, groups * blocks * 2 * n * 4, x.element_size() * width, K)
+    step_bytes = groups * blocks * 2 * n * 4
+    piece = min(length, max(1, _own_bytes(x) // (batch * step_bytes)))
+    piece = triton.cdiv(piece, K) * K
     partial = A.new_empty(batch, piece, groups, blocks, 2 * n)
     scratch = A.new_empty(batch * groups * blocks, K // GROUP, np2 * block)
     for t0 in reversed(range(0, length, piece)):
         tk.bwd_kernel[(batch * groups * blocks,)](
-            dy, x, dt, A, B, C, _or(D, A), _or(z, x), _or(dt_bias, A), _or(seq_idx, A), boundary_states, adjoint,
+            dy, x, dt, A, B, C, _or(D, A), _or(z, x), _or(dt_bias, A), _or(seq_idx, A), states, adjoint,
             scratch, dx, ddt, dz, partial, sums,
             1, length, t0, min(length, t0 + piece), piece, width, width // groups, blocks, *x.stride(), *dt.stride(),
             *_or(z, x).stride(), *dy.stride(), *B.stride()[:3], *C.stride()[:3], *A.stride(), *_strides(seq_idx),
             N=n, NP=np2, BD=block, S=GROUP, K=K, HAS_SEQ=seq_idx is not None, ZOH=discretization == "zoh", G=groups,
             **given, num_warps=warps,
         )  # fmt: skip
-        _reduce_bc(partial, dB, dC, t0, steps, 1)
+        _reduce_bc(partial, partial[..., n:], dB, dC, piece, blocks, t0, length, 1, partial.stride(0), 0, 2 * n)
     return _gradients(dx, ddt, sums, dB, dC, D, dz, dt_bias, initial_state, adjoint)
+
+
+class _Gluon:
+    """Launches the Gluon kernels for up to 16 states: what all such calls of one forward or backward share."""
+
+    def __init__(self, x, dt, z, dt_bias, seq_idx, softplus, chunk, segments):
+        self.x, self.dt, self.z, self.bias = _words(x), _words(dt), _words(z), dt_bias
+        self.shape, self.chunk, self.softplus = x.shape, chunk, softplus
+        self.segments, self.steps = _segments(x.shape[1], segments)
+        self.keep = self.alive = None
+        if seq_idx is not None:
+            keep = torch.ones(seq_idx.shape, dtype=torch.float32, device=x.device)
+            keep[:, 1:] = seq_idx[:, 1:] == seq_idx[:, :-1]
+            self.keep = keep
+            if self.segments > 1:
+                ends = keep.new_ones(x.shape[0], self.segments * self.steps)
+                ends[:, : x.shape[1]] = keep
+                self.alive = ends.view(x.shape[0], self.segments, self.steps).amin(2)
+
+    def forward(self, A, B, C, D, z, initial_state, states, y, gate, total=None) -> Tensor:
+        """Fills y, the states that are saved, the gate; those that are None not. total: y of other states, to be added.
+        The final state."""
+        from . import gluon_kernels as gk
+
+        batch, length, width = self.shape
+        x, z = self.x, self.z if z is not None else None
+        n = A.shape[1]
+        ini = _state_in(initial_state, A, batch, self.segments, 0)
+        final = A.new_empty(batch, width, n)
+        if self.segments > 1:
+            self._carry(x, A, B, None, ini, initial_state is not None, False)
+        save = states is not None and states.numel() > 0
+        gating = 0 if gate is None or not gate.numel() else 1 if gate.dtype == torch.int8 else 2
+        gk.fwd_kernel[(triton.cdiv(width, BLOCK), batch, self.segments)](
+            x, self.dt, A, B, C, _or(D, A), _or(z, x), _or(self.bias, A), _or(self.keep, A), ini, _or(total, A), _or(y, x),
+            gate if gating else x, final, states if save else A,
+            length, width, width // B.shape[2], self.steps, self.segments, *x.stride()[:2], *self.dt.stride()[:2],
+            *_or(z, x).stride()[:2], *B.stride()[:3], *C.stride()[:3],
+            N=n, K=self.chunk, HAS_D=D is not None, HAS_Z=z is not None, HAS_BIAS=self.bias is not None,
+            HAS_INI=self.segments > 1 or initial_state is not None, HAS_SEQ=self.keep is not None, SOFTPLUS=self.softplus,
+            SAVE=save, BFP=save and states.dtype == torch.int16, OUT=y is not None, ACC=total is not None, GATE=gating,
+            EVEN_L=length % TILE_FWD == 0, EVEN_D=width % BLOCK == 0, num_warps=WARPS, **_three_ctas(x),
+        )  # fmt: skip
+        return final
+
+    def backward(self, dy, dfinal, A, B, C, D, z, states, y, gate, dx, ddt, dz, dB, dC, free, totals=None):
+        """Fills dx, ddt, dB, dC and, if it is not None, dz. free: two tensors like x whose memory serves as scratch until
+        dx and ddt are written there. totals: dx and ddt of other states, to be added. The sums that `_gradients` finishes
+        and the adjoint of the initial state."""
+        from . import gluon_kernels as gk
+
+        batch, length, width = self.shape
+        x, n, groups = self.x, A.shape[1], B.shape[2]
+        blocks = triton.cdiv(width, BLOCK)
+        adjoint = _state_in(dfinal, A, batch, self.segments, self.segments - 1)
+        sums = A.new_empty(batch * self.segments, n + 2, width)
+        if self.segments > 1:
+            self._carry(dy, A, C, z, adjoint, dfinal is not None, True)
+        if z is None or dz is None or not dz.numel():
+            how_dz = 0
+        elif gate.dtype == torch.int8:
+            how_dz = 1
+        else:
+            how_dz = 3 if gate.numel() else 2
+        few = batch * blocks * self.segments <= 2 * SMS
+        pieces = self._pieces(blocks * n * 4, free, dx is free[0])
+        for i, (p0, piece, pB, pC, spb, sps) in enumerate(pieces):
+            gk.bwd_kernel[(blocks, batch, self.segments)](
+                dy, x, self.dt, A, B, C, _or(D, A), _or(self.z, x), _or(self.bias, A), _or(self.keep, A), states,
+                y if how_dz % 2 else x, gate if how_dz == 1 else x, *(totals or (A, A)),
+                adjoint, dx, ddt, dz if how_dz else x, pB, pC, sums,
+                length, p0, piece, width, width // groups, blocks, self.steps, self.segments,
+                int(i > 0 or dfinal is not None or self.segments > 1), int(i > 0), spb, sps,
+                *dy.stride()[:2], *x.stride()[:2], *self.dt.stride()[:2], *_or(self.z, x).stride()[:2], *B.stride()[:3],
+                *C.stride()[:3],
+                N=n, NT=self.chunk // TILE_BWD, HAS_D=D is not None, HAS_Z=z is not None, HAS_BIAS=self.bias is not None,
+                HAS_SEQ=self.keep is not None, SOFTPLUS=self.softplus, BFP=states.dtype == torch.int16, DZ=how_dz,
+                ACC=totals is not None, EVEN_L=length % self.chunk == 0, EVEN_D=width % BLOCK == 0, PRE=few,
+                num_warps=WARPS, **({} if few else _three_ctas(x)),
+            )  # fmt: skip
+            _reduce_bc(pB, pC, dB, dC, piece, blocks // groups, p0, self.steps, self.segments, spb, sps, n)
+        return sums, adjoint
+
+    def _carry(self, x, A, B, z, ini, has_ini, reverse) -> None:
+        """Fills ini (B, segments, N, D) with the state (reverse: the adjoint) that comes into each segment."""
+        from . import gluon_kernels as gk
+
+        batch, length, width = self.shape
+        dt, n, segments = self.dt, A.shape[1], self.segments
+        z = self.z if z is not None else None
+        end, total = torch.empty_like(ini), ini.new_empty(batch, segments, width)
+        gk.carry_kernel[(triton.cdiv(width, BLOCK), batch, segments)](
+            x, dt, A, B, _or(z, x), _or(self.bias, A), _or(self.keep, A), end, total,
+            length, width, width // B.shape[2], self.steps, segments, *x.stride()[:2], *dt.stride()[:2],
+            *_or(z, x).stride()[:2], *B.stride()[:3], N=n, REV=reverse, HAS_Z=reverse and z is not None,
+            HAS_BIAS=self.bias is not None, HAS_SEQ=self.keep is not None, SOFTPLUS=self.softplus,
+            EVEN_L=length % TILE_FWD == 0, EVEN_D=width % BLOCK == 0,
+            num_warps=WARPS, **({} if x.dtype == torch.float32 else {"maxnreg": CARRY_REGS}),
+        )  # fmt: skip
+        tk.combine_kernel[(triton.cdiv(width, 16), batch)](
+            end, total, A, _or(self.alive, A), ini, segments, width, N=n, NP=triton.next_power_of_2(n), BD=16, REV=reverse,
+            HAS_INI=has_ini, HAS_SEQ=self.alive is not None, num_warps=1,
+        )  # fmt: skip
+
+    def _pieces(self, step_bytes, free, written):
+        """The pieces of L that a backward takes, last to first, each with where its partial sums of dB and dC go and
+        the strides there (floats) of a batch row and of a segment. step_bytes: of either sum, a step.
+
+        The memory of `free` is scratch that costs nothing. Where dx and ddt are at last `written` there, only the steps
+        before a piece are: so the last piece but one takes what fits there, and memory of its own holds the rest."""
+        batch, length, width = self.shape
+        steps, segments, K = self.steps, self.segments, self.chunk
+        rows, row_bytes = batch * segments, width * free[0].element_size()
+        total = triton.cdiv(min(steps, length), K) * K
+        pieces, end = [], total
+        if rows * total * step_bytes * 2 > PARTIALS:
+            if written:
+                start = triton.cdiv(triton.cdiv(total * step_bytes, row_bytes + step_bytes), K) * K
+            else:
+                start = 0 if step_bytes <= row_bytes else total
+            if start < total:
+                scratch = [t.view(torch.float32) for t in free]
+                pieces.append((start, total - start, *scratch, length * row_bytes // 4, steps * row_bytes // 4))
+                end = start
+        if end:
+            piece = triton.cdiv(min(end, max(1, _own_bytes(self.x) // (2 * rows * step_bytes))), K) * K
+            own = [free[0].new_empty(rows * piece * step_bytes // 4, dtype=torch.float32) for _ in range(2)]
+            stride = piece * step_bytes // 4
+            for p0 in reversed(range(0, end, piece)):
+                pieces.append((p0, min(piece, end - p0), *own, segments * stride, stride))
+        return pieces
+
+
+def _parts(n: int) -> list[slice]:
+    """The states, as many at a time as a Gluon call takes."""
+    return [slice(i, min(i + STATES, n)) for i in range(0, n, STATES)]
+
+
+def _some(part: slice, A: Tensor, B: Tensor, C: Tensor, *states: OPTIONAL) -> list[OPTIONAL]:
+    """A, B, C and states (B, D, N) with a part of the states."""
+    return [A[:, part].contiguous(), B[..., part], C[..., part], *(s if s is None else s[..., part] for s in states)]
 
 
 def _gradients(dx, ddt, sums, dB, dC, D, dz, dt_bias, initial_state, adjoint):
@@ -264,35 +419,15 @@ def _gradients(dx, ddt, sums, dB, dC, D, dz, dt_bias, initial_state, adjoint):
     )  # fmt: skip
 
 
-def _reduce_bc(partial: Tensor, dB: Tensor, dC: Tensor, p0: int, steps: int, segments: int) -> None:
-    rows, piece, groups, blocks, n2 = partial.shape
-    np2 = triton.next_power_of_2(n2)
-    # a tile of 4096: enough loads in flight, enough programs
+def _reduce_bc(pB, pC, dB, dC, piece, blocks, p0, steps, segments, spb, sps, sk) -> None:
+    batch, length, groups, n = dB.shape
+    np2 = triton.next_power_of_2(n)
+    # a tile of 2048 each: enough loads in flight, enough programs
     wide = min(32, triton.next_power_of_2(blocks))
-    step, count = max(1, 4096 // (np2 * wide)), rows * piece * groups
+    step, count = max(1, 2048 // (np2 * wide)), batch * segments * piece * groups
     tk.reduce_bc_kernel[(triton.cdiv(count, step),)](
-        partial, dB, dC, count, piece, blocks, p0, steps, segments, dB.shape[1],
-        C=groups, N=n2 // 2, N2P=np2, R=step, KB=wide, num_warps=4,
-    )  # fmt: skip
-
-
-def _carry(x, dt, A, B, z, dt_bias, softplus, ini, has_ini, segments, steps, reverse) -> None:
-    """Fills ini (B, segments, N, D) with the state (reverse: the adjoint) that comes into each segment."""
-    from . import gluon_kernels as gk
-
-    batch, length, width = x.shape
-    n = A.shape[1]
-    end, total = torch.empty_like(ini), ini.new_empty(batch, segments, width)
-    gk.carry_kernel[(triton.cdiv(width, BLOCK), batch, segments)](
-        x, dt, A, B, _or(z, x), _or(dt_bias, A), end, total,
-        length, width, width // B.shape[2], steps, segments, *x.stride()[:2], *dt.stride()[:2], *_or(z, x).stride()[:2],
-        *B.stride()[:3], N=n, REV=reverse, HAS_Z=reverse and z is not None,
-        HAS_BIAS=dt_bias is not None, SOFTPLUS=softplus, EVEN_L=length % TILE_FWD == 0, EVEN_D=width % BLOCK == 0,
-        num_warps=WARPS, **({} if x.dtype == torch.float32 else {"maxnreg": CARRY_REGS}),
-    )  # fmt: skip
-    tk.combine_kernel[(triton.cdiv(width, 16), batch)](
-        end, total, A, ini, segments, width, N=n, NP=triton.next_power_of_2(n), BD=16, REV=reverse, HAS_INI=has_ini,
-        num_warps=1,
+        pB, pC, dB, dC, count, piece, blocks, p0, steps, segments, length, spb, sps, sk, dB.stride(2),
+        C=groups, N=n, NP=np2, R=step, KB=wide, num_warps=4,
     )  # fmt: skip
 
 
@@ -310,11 +445,9 @@ def _segments(length: int, segments: int) -> tuple[int, int]:
 
 
 def _state_in(state: OPTIONAL, A: Tensor, batch: int, segments: int, at: int) -> Tensor:
-    """(B, segments, N, D) with the given (B, D, N) in one segment, else zeros."""
+    """(B, segments, N, D) with the given (B, D, N) in one segment; the rest is not set."""
     width, n = A.shape
     out = A.new_empty(batch, segments, n, width)
-    if state is None or segments > 1:
-        out.zero_()
     if state is not None:  # a copy always: the kernels write here
         out[:, at].copy_(state.transpose(1, 2))
     return out
@@ -328,11 +461,10 @@ def _block(n: int, per_group: int, zoh: bool) -> tuple[int, int, int]:
     return block, max(1, np2 * block // lane), np2
 
 
-def _piece(rows: int, length: int, partial_bytes: int, x_bytes: int, K: int) -> int:
-    """Steps a backward launch takes: its partials take about a third of x, or PARTIALS bytes if that is more. A launch
-    more costs 10 to 20 us; a third keeps the peak of forward and backward under the CUDA original's."""
-    pieces = triton.cdiv(rows * length * partial_bytes, max(PARTIALS, rows * length * x_bytes // 3))
-    return triton.cdiv(triton.cdiv(length, pieces), K) * K
+def _own_bytes(x: Tensor) -> int:
+    """Bytes that partial sums of a backward may take beside the gradients: a third of x keeps the peak of forward and
+    backward under the CUDA original's. A piece more is two launches more, 15 to 20 us."""
+    return max(PARTIALS, x.numel() * x.element_size() // 3)
 
 
 def _dense(t: OPTIONAL) -> OPTIONAL:

@@ -1,5 +1,6 @@
 # ruff: noqa: RUF005 (the compiler's front end knows tuple concatenation, not unpacking)
-"""The selective scan for Hopper in Gluon: the design of triton_kernels.py with every layout chosen by hand. N up to 16.
+"""The selective scan for Hopper in Gluon: the design of triton_kernels.py with every layout chosen by hand. 16 states at a time:
+more are as many calls, whose y, dx and ddt add up in float32 (ACC).
 
 Same contract and the same saved states as the plain form, so forward and backward of the two can be mixed.
 
@@ -35,6 +36,7 @@ NW = gl.constexpr(4)  # its warps
 TF = gl.constexpr(32)  # steps of a tile, forward
 TB = gl.constexpr(16)  # steps of a tile, backward
 S = gl.constexpr(4)  # steps whose states and decays the backward holds in registers
+SMALL_Z = gl.constexpr(2.0**-24)  # below it (0 above all) the output tells too little of what was gated
 
 
 def _layouts(T, one_channel=False):
@@ -248,6 +250,14 @@ def store_tile(p, offs, v, tv, cv, t0, L, D, EVEN: gl.constexpr):
 
 
 @gluon.jit
+def store_keep(KS, kp, tb, t0, L, s2: gl.constexpr, lb: gl.constexpr):
+    """keep of a tile's steps into shared memory, once for every state: read there like B."""
+    T: gl.constexpr = KS.shape[0]
+    k = gl.load(kp + t0 + tb, mask=tb + t0 < L, other=1.0)
+    KS._reinterpret(gl.float32, [T, NP], s2).store(k[:, None] + gl.zeros([T, NP], gl.float32, layout=lb))
+
+
+@gluon.jit
 def save_state(ptr, h, d, N: gl.constexpr, D, BFP: gl.constexpr, EVEN_D: gl.constexpr):
     """One saved state of the forward: [D, N] at ptr, then with BFP the D exponents. The layout of h, but with the states
     first, which is what lets a thread write its 8 states at once."""
@@ -289,13 +299,16 @@ def load_state(ptr, n, d, N: gl.constexpr, D, BFP: gl.constexpr, EVEN_D: gl.cons
 
 @gluon.jit
 def fwd_kernel(
-    x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, bias_ptr, ini_ptr, y_ptr, hT_ptr, hs_ptr,
+    x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, bias_ptr, keep_ptr, ini_ptr, acc_ptr, y_ptr, gate_ptr, hT_ptr, hs_ptr,
     L, D, DG, LS, SEG, sxb, sxl, stb, stl, szb, szl, sBb, sBl, sBg, sCb, sCl, sCg,
     N: gl.constexpr, K: gl.constexpr, HAS_D: gl.constexpr, HAS_Z: gl.constexpr,
-    HAS_BIAS: gl.constexpr, HAS_INI: gl.constexpr, SOFTPLUS: gl.constexpr, SAVE: gl.constexpr, BFP: gl.constexpr,
-    EVEN_L: gl.constexpr, EVEN_D: gl.constexpr,
+    HAS_BIAS: gl.constexpr, HAS_INI: gl.constexpr, HAS_SEQ: gl.constexpr, SOFTPLUS: gl.constexpr, SAVE: gl.constexpr,
+    BFP: gl.constexpr, OUT: gl.constexpr, ACC: gl.constexpr, GATE: gl.constexpr, EVEN_L: gl.constexpr, EVEN_D: gl.constexpr,
 ):  # fmt: skip
-    """Segment of LS steps. ini (rows, SEG, N, D): the state that comes in; hT (rows, D, N): the last one."""
+    """Segment of LS steps. ini (rows, SEG, N, D): the state that comes in; hT (rows, D, N): the last one.
+    keep (rows, L): 0 where a document begins, else 1. OUT = 0: no y, only states. ACC: acc (rows, L, D), y of the states
+    before these, is added. GATE = 1: gate (rows, ceil(L / 16), CTAs of D) says where y is no help with the gradient of z;
+    GATE = 2: gate (rows, L, D) is y before the gate."""
     T: gl.constexpr = TF
     FINE: gl.constexpr = x_ptr.dtype.element_ty == gl.float32
     EVEN: gl.constexpr = EVEN_L and EVEN_D
@@ -342,10 +355,18 @@ def fwd_kernel(
     yp = y_ptr + b * L * D
     Bp = B_ptr + b * sBb + g * sBg
     Cp = C_ptr + b * sCb + g * sCg
+    kp = keep_ptr + b * L
+    mt: gl.constexpr = T // TB
+    mp = gate_ptr + b * ((L + TB - 1) // TB) * gl.num_programs(0) + pid_d
     dS = gl.allocate_shared_memory(gl.float32, [T, BD, 2], F_SP2)  # delta, delta x
     BS = gl.allocate_shared_memory(gl.float32, [T, NP], s1)
-    CS = gl.allocate_shared_memory(gl.float32, [T, NP], s1)
-    yS = gl.allocate_shared_memory(gl.float32, [T, BD], s1)
+    CS = BS
+    if OUT:
+        CS = gl.allocate_shared_memory(gl.float32, [T, NP], s1)
+        yS = gl.allocate_shared_memory(gl.float32, [T, BD], s1)
+    KS = BS
+    if HAS_SEQ:
+        KS = gl.allocate_shared_memory(gl.float32, [T, NP], s1)
     h = gl.zeros([NP, BD], gl.float32, layout=lay)
     if HAS_INI:
         h = gl.load(ini_ptr + ((b * SEG + seg) * N + n[:, None]) * D + d[None, :], mask=m2, other=0.0)
@@ -360,8 +381,13 @@ def fwd_kernel(
     if HAS_Z:
         zr = load_tile(zp + t * (szl // W), offz, tw, cw, lo, L, D // W, EVEN)
     Br = load_tile(Bp + t * sBl, offB, tb, nb, lo, L, N, EVEN_B)
-    Cr = load_tile(Cp + t * sCl, offC, tb, nb, lo, L, N, EVEN_B)
+    Cr = Br
+    if OUT:
+        Cr = load_tile(Cp + t * sCl, offC, tb, nb, lo, L, N, EVEN_B)
     for t0 in range(lo, hi, T):
+        if GATE == 1:  # barriers lie between this and the marks at the end of the tile
+            im = gl.arange(0, mt, layout=gl.SliceLayout(1, lt)) + t0 // TB
+            gl.store(mp + im * gl.num_programs(0), (im * 0).to(gl.int8), mask=im * TB < L)
         xv = unpack(xr, DT, lt)
         delta = unpack(dr, DT, lt) + bias[None, :]
         if SOFTPLUS:
@@ -372,7 +398,10 @@ def fwd_kernel(
         xc = xr
         dS._reinterpret(gl.float32, [T, BD, 2], F_SP3).store(gl.join(delta, delta * xv))
         BS._reinterpret(gl.float32, [T, NP], s2).store(Br.to(gl.float32))
-        CS._reinterpret(gl.float32, [T, NP], s2).store(Cr.to(gl.float32))
+        if OUT:
+            CS._reinterpret(gl.float32, [T, NP], s2).store(Cr.to(gl.float32))
+        if HAS_SEQ:
+            store_keep(KS, kp, tb, t0, L, s2, lb)
         tn = gl.where(t0 + T < hi, t0 + T, t0)  # fetched meanwhile
         t = tn.to(gl.int64)
         xr = load_tile(xp + t * (sxl // W), offx, tw, cw, tn, L, D // W, EVEN)
@@ -381,7 +410,8 @@ def fwd_kernel(
         if HAS_Z:
             zr = load_tile(zp + t * (szl // W), offz, tw, cw, tn, L, D // W, EVEN)
         Br = load_tile(Bp + t * sBl, offB, tb, nb, tn, L, N, EVEN_B)
-        Cr = load_tile(Cp + t * sCl, offC, tb, nb, tn, L, N, EVEN_B)
+        if OUT:
+            Cr = load_tile(Cp + t * sCl, offC, tb, nb, tn, L, N, EVEN_B)
         ys = ()
         for u in gl.static_range(T):
             if SAVE and u % K == 0:
@@ -391,27 +421,44 @@ def fwd_kernel(
                     save_state(hp + (b * 0 + (t0 + u) // K) * R * D, h, d, N, D, BFP, EVEN_D)
             du, uu = pair_load(dS.index(u), F_LP, ld)
             Bu = BS.index(u).load(ln)
-            Cu = CS.index(u).load(ln)
             a = ex2(du[None, :] * A)
+            if HAS_SEQ:
+                a = a * KS.index(u).load(ln)[:, None]
             h = a * h + Bu[:, None] * uu[None, :]
-            ys = ys + (gl.sum(Cu[:, None] * h, axis=0),)
-        yS._reinterpret(gl.float32, [T, BD], s2).store(stack32(ys))
-        y = yS._reinterpret(gl.float32, [T, BD], s2).load(lt)
-        if HAS_D:
-            y = y + Dv[None, :] * unpack(xc, DT, lt)
-        if HAS_Z:
-            zf = unpack(zc, DT, lt)
-            y = y * zf * rcp(1.0 + ex2(zf * -LOG2E))
-        store_tile(yp + (b * 0 + t0) * D, offy, y, tv, dv, t0, L, D, EVEN)
+            if OUT:
+                Cu = CS.index(u).load(ln)
+                ys = ys + (gl.sum(Cu[:, None] * h, axis=0),)
+        if OUT:
+            yS._reinterpret(gl.float32, [T, BD], s2).store(stack32(ys))
+            y = yS._reinterpret(gl.float32, [T, BD], s2).load(lt)
+            if ACC:
+                y = y + load_tile(acc_ptr + b * L * D + (b * 0 + t0) * D, offy, tv, dv, t0, L, D, EVEN)
+            if HAS_D:
+                y = y + Dv[None, :] * unpack(xc, DT, lt)
+            if GATE == 2:
+                store_tile(gate_ptr + b * L * D + (b * 0 + t0) * D, offy, y, tv, dv, t0, L, D, EVEN)
+            if HAS_Z:
+                zf = unpack(zc, DT, lt)
+                y = y * zf * rcp(1.0 + ex2(zf * -LOG2E))
+                if GATE == 1:
+                    za = gl.abs(zf)
+                    if not EVEN:
+                        za = gl.where((tv + t0 < L)[:, None] & (dv < D)[None, :], za, 1.0)
+                    low = gl.min(gl.reshape(za, [T, BD // 8, 8]), axis=2)
+                    ll: gl.constexpr = low.type.layout
+                    im = (gl.arange(0, T, layout=gl.SliceLayout(1, ll)) + t0) // TB
+                    im = im[:, None] + gl.zeros([1, BD // 8], gl.int32, layout=ll)
+                    gl.store(mp + im * gl.num_programs(0), (im * 0 + 1).to(gl.int8), mask=low < SMALL_Z)
+            store_tile(yp + (b * 0 + t0) * D, offy, y, tv, dv, t0, L, D, EVEN)
     if hi == L:
         gl.store(hT_ptr + (b * D + d[None, :]) * N + n[:, None], h, mask=m2)
 
 
 @gluon.jit
 def carry_kernel(
-    x_ptr, dt_ptr, A_ptr, B_ptr, z_ptr, bias_ptr, end_ptr, sum_ptr,
+    x_ptr, dt_ptr, A_ptr, B_ptr, z_ptr, bias_ptr, keep_ptr, end_ptr, sum_ptr,
     L, D, DG, LS, SEG, sxb, sxl, stb, stl, szb, szl, sBb, sBl, sBg,
-    N: gl.constexpr, REV: gl.constexpr, HAS_Z: gl.constexpr, HAS_BIAS: gl.constexpr,
+    N: gl.constexpr, REV: gl.constexpr, HAS_Z: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SEQ: gl.constexpr,
     SOFTPLUS: gl.constexpr, EVEN_L: gl.constexpr, EVEN_D: gl.constexpr,
 ):  # fmt: skip
     """State at the end of each segment, started from zero, and the segment's sum of delta. REV: the adjoint's carry,
@@ -454,8 +501,12 @@ def carry_kernel(
     tp = words(dt_ptr) + b * (stb // W)
     zp = words(z_ptr) + b * (szb // W)
     Bp = B_ptr + b * sBb + (pid_d * BD) // DG * sBg
+    kp = keep_ptr + b * L
     dS = gl.allocate_shared_memory(gl.float32, [T, BD, 2], C_SP2)
     BS = gl.allocate_shared_memory(gl.float32, [T, NP], s1)
+    KS = BS
+    if HAS_SEQ:
+        KS = gl.allocate_shared_memory(gl.float32, [T, NP], s1)
     h = gl.zeros([NP, BD], gl.float32, layout=lay)
     sd = gl.zeros([BD], gl.float32, layout=ld)
     lo = seg * LS
@@ -485,6 +536,8 @@ def carry_kernel(
             uv = delta * uv
         dS._reinterpret(gl.float32, [T, BD, 2], C_SP3).store(gl.join(delta, uv))
         BS._reinterpret(gl.float32, [T, NP], s2).store(Br.to(gl.float32))
+        if HAS_SEQ:
+            store_keep(KS, kp, tb, t0, L, s2, lb)
         if REV:
             t0 = gl.maximum(t0 - T, lo)
         else:
@@ -499,37 +552,79 @@ def carry_kernel(
             du, uu = pair_load(dS.index(T - 1 - r if REV else r), C_LP, ld)
             Bu = BS.index(T - 1 - r if REV else r).load(ln)
             sd += du
+            a = ex2(du[None, :] * A)
+            if HAS_SEQ:
+                a = a * KS.index(T - 1 - r if REV else r).load(ln)[:, None]
             if REV:
-                h = ex2(du[None, :] * A) * (h + Bu[:, None] * uu[None, :])
+                h = a * (h + Bu[:, None] * uu[None, :])
             else:
-                h = ex2(du[None, :] * A) * h + Bu[:, None] * uu[None, :]
+                h = a * h + Bu[:, None] * uu[None, :]
     row = b * SEG + seg
     gl.store(end_ptr + (row * N + n[:, None]) * D + d[None, :], h, mask=m2)
     gl.store(sum_ptr + row * D + d, sd, mask=d < D)
 
 
 @gluon.jit
-def steps(h, A, dS, BS, g, ld: gl.constexpr, ln: gl.constexpr):
+def steps(h, A, dS, BS, KS, g, HAS_SEQ: gl.constexpr, ld: gl.constexpr, ln: gl.constexpr):
     """The state after the S steps of group g."""
     for s in gl.static_range(S):
         du, uu = pair_load(dS.index(g * S + s), B_LP, ld)
         Bu = BS.index(g * S + s).load(ln)
-        h = ex2(du[None, :] * A) * h + Bu[:, None] * uu[None, :]
+        a = ex2(du[None, :] * A)
+        if HAS_SEQ:
+            a = a * KS.index(g * S + s).load(ln)[:, None]
+        h = a * h + Bu[:, None] * uu[None, :]
     return h
 
 
 @gluon.jit
+def load_all(
+    xp, tp, gp, zp, yp, Bp, Cp, offx, offt, offg, offz, offw, offB, offC, tw, cw, tb, nb, t0, L, D, N: gl.constexpr,
+    W: gl.constexpr, sxl, stl, sgl, szl, sBl, sCl, HAS_Z: gl.constexpr, DZ: gl.constexpr, EVEN: gl.constexpr,
+    EVEN_B: gl.constexpr,
+):  # fmt: skip
+    """A tile of the backward as it lies in memory: x, dt, dy, z, y (words), B, C."""
+    t = t0.to(gl.int64)
+    xr = load_tile(xp + t * (sxl // W), offx, tw, cw, t0, L, D // W, EVEN)
+    dr = load_tile(tp + t * (stl // W), offt, tw, cw, t0, L, D // W, EVEN)
+    gr = load_tile(gp + t * (sgl // W), offg, tw, cw, t0, L, D // W, EVEN)
+    zr = xr
+    yr = xr
+    if HAS_Z:
+        zr = load_tile(zp + t * (szl // W), offz, tw, cw, t0, L, D // W, EVEN)
+    if DZ % 2 == 1:
+        yr = load_tile(yp + t * (D // W), offw, tw, cw, t0, L, D // W, EVEN)
+    Br = load_tile(Bp + t * sBl, offB, tb, nb, t0, L, N, EVEN_B)
+    Cr = load_tile(Cp + t * sCl, offC, tb, nb, t0, L, N, EVEN_B)
+    return xr, dr, gr, zr, yr, Br, Cr
+
+
+@gluon.jit
+def store_y(q, hl, CS, g, ln: gl.constexpr):
+    """C . h of the S steps of group g, into rows of q."""
+    y0 = part_n(CS.index(g * S).load(ln)[:, None] * hl[1])
+    y1 = part_n(CS.index(g * S + 1).load(ln)[:, None] * hl[2])
+    y2 = part_n(CS.index(g * S + 2).load(ln)[:, None] * hl[3])
+    y3 = part_n(CS.index(g * S + 3).load(ln)[:, None] * hl[4])
+    q.slice(2 * S, S).store(stack2(quad_sum(y0, y1), quad_sum(y2, y3)))
+
+
+@gluon.jit(do_not_specialize=["ADJ", "MORE"])
 def bwd_kernel(
-    dy_ptr, x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, bias_ptr, hs_ptr, adj_ptr,
-    dx_ptr, ddt_ptr, dz_ptr, pbc_ptr, sum_ptr,
-    L, P0, PL, D, DG, ND, LS, SEG, sgb, sgl, sxb, sxl, stb, stl, szb, szl, sBb, sBl, sBg, sCb, sCl, sCg,
-    N: gl.constexpr, NT: gl.constexpr, HAS_D: gl.constexpr, HAS_Z: gl.constexpr,
-    HAS_BIAS: gl.constexpr, SOFTPLUS: gl.constexpr, BFP: gl.constexpr, EVEN_L: gl.constexpr, EVEN_D: gl.constexpr,
-    PRE: gl.constexpr,
+    dy_ptr, x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, bias_ptr, keep_ptr, hs_ptr, y_ptr, gate_ptr, accx_ptr, acct_ptr,
+    adj_ptr, dx_ptr, ddt_ptr, dz_ptr, pB_ptr, pC_ptr, sum_ptr,
+    L, P0, PL, D, DG, ND, LS, SEG, ADJ, MORE, spb, sps, sgb, sgl, sxb, sxl, stb, stl, szb, szl, sBb, sBl, sBg, sCb, sCl, sCg,
+    N: gl.constexpr, NT: gl.constexpr, HAS_D: gl.constexpr, HAS_Z: gl.constexpr, HAS_BIAS: gl.constexpr,
+    HAS_SEQ: gl.constexpr, SOFTPLUS: gl.constexpr, BFP: gl.constexpr, DZ: gl.constexpr, ACC: gl.constexpr,
+    EVEN_L: gl.constexpr, EVEN_D: gl.constexpr, PRE: gl.constexpr,
 ):  # fmt: skip
     """Steps P0 to P0 + PL (multiples of K = NT T) of each segment, last to first.
-    adj (rows, N, D): what later steps hand to the state at the end of the range; replaced by the same for its beginning.
-    sum (rows, N + 2, D): dA, dD, ddt_bias are added to it. pbc (rows, PL, ND, 2 N): this CTA's share of dB and dC.
+    adj (rows, N, D): what later steps hand to the state at the end of the range (ADJ = 0: nothing, not read); replaced by
+    the same for its beginning. sum (rows, N + 2, D): dA, dD, ddt_bias, added to what is there if MORE.
+    pB, pC (rows, PL, ND, N), strides spb a batch row and sps a segment: this CTA's share of dB and dC.
+    DZ: how dz is had. 0: not at all. 1: from y, y / silu(z) being what was gated; where gate marks a tile, as 2.
+    2: from C . h once more (float16, whose small outputs have too few digits, and float32). 3: gate is y before the gate.
+    ACC: accx, acct (rows, L, D), shares of other states, are added to dx and ddt.
     PRE = 0: 168 registers, three CTAs an SM, the next chunk prefetched into L2, the next tile loaded into registers only
     after the steps. PRE = 1: 255 registers, two CTAs an SM, the next tile loaded before the steps; the faster one where
     there are at most two CTAs for each SM."""
@@ -603,16 +698,21 @@ def bwd_kernel(
     ob = b * L * D
     rs = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(1, lr)))
     rn = gl.arange(0, NP, layout=gl.SliceLayout(0, gl.SliceLayout(1, lr)))
-    pp = pbc_ptr + (row * PL * ND + pid_d) * (2 * N)
-    pp += ((rs // 2) * ND * (2 * N) + (rs % 2) * N)[:, None] + rn[None, :]
+    ps = b * spb + (b * 0 + seg) * sps + pid_d * N
+    pp = gl.where(rs % 2 == 0, pB_ptr + ps, pC_ptr + ps)[:, None] + ((rs // 2) * ND * N)[:, None] + rn[None, :]
+    yp = words(y_ptr) + b * (L * D // W)
+    offw = tw[:, None] * (D // W) + cw[None, :]
+    kp = keep_ptr + b * L
+    mp = gate_ptr + b * ((L + T - 1) // T) * ND + pid_d
     dS = gl.allocate_shared_memory(f32, [T, BD, 2], B_SP2)  # delta, delta x
     gS = gl.allocate_shared_memory(f32, [T, BD], B_SW1)  # dy silu(z)
-    if HAS_Z:
-        zS = gl.allocate_shared_memory(f32, [T, BD], B_SW2)  # dy silu'(z)
     BS = gl.allocate_shared_memory(f32, [T, NP], s1)
     CS = gl.allocate_shared_memory(f32, [T, NP], s1)
+    KS = BS
+    if HAS_SEQ:
+        KS = gl.allocate_shared_memory(f32, [T, NP], s1)
     # the state before each group; once the group is done: rows 0-7 the sums over n of g B and of a g h_{t-1} A, a pair a
-    # step, rows 8-11 y
+    # step, rows 8-11 C . h where it is asked for
     hS = gl.allocate_shared_memory(f32, [NT * G, NP, BD], B_SHL)
     rS = hS._reinterpret(f32, [NT * G, NP, BD], sy)
     p0 = gl.allocate_shared_memory(f32, [4, P, NP], s3)  # partial dB, dC of two steps
@@ -628,7 +728,7 @@ def bwd_kernel(
     R: gl.constexpr = N + 1 if BFP else N
     hp = hs_ptr + b * ((L + K - 1) // K) * R * D
     ap = adj_ptr + (row * N + n[:, None]) * D + d[None, :]
-    gc = gl.load(ap, mask=m2, other=0.0)
+    gc = gl.load(ap, mask=m2 & (ADJ != 0), other=0.0)
     first = seg * LS + P0
     tiles = (gl.maximum(gl.minimum(gl.minimum(first + PL, seg * LS + LS), L) - first, 0) + K - 1) // K * NT
     h = gl.zeros([NP, BD], f32, layout=lay)
@@ -636,19 +736,15 @@ def bwd_kernel(
         t0 = first + gl.maximum(tiles - NT, 0) * T
         if EVEN_L:  # unmasked: stay inside where the range is empty
             t0 = gl.minimum(t0, L - T)
-        t = t0.to(gl.int64)
-        xr = load_tile(xp + t * (sxl // W), offx, tw, cw, t0, L, D // W, EVEN)
-        dr = load_tile(tp + t * (stl // W), offt, tw, cw, t0, L, D // W, EVEN)
-        gr = load_tile(gp + t * (sgl // W), offg, tw, cw, t0, L, D // W, EVEN)
-        zr = xr
-        if HAS_Z:
-            zr = load_tile(zp + t * (szl // W), offz, tw, cw, t0, L, D // W, EVEN)
-        Br = load_tile(Bp + t * sBl, offB, tb, nb, t0, L, N, EVEN_B)
-        Cr = load_tile(Cp + t * sCl, offC, tb, nb, t0, L, N, EVEN_B)
+        xr, dr, gr, zr, yr, Br, Cr = load_all(xp, tp, gp, zp, yp, Bp, Cp, offx, offt, offg, offz, offw, offB, offC, tw, cw, tb,
+            nb, t0, L, D, N, W, sxl, stl, sgl, szl, sBl, sCl, HAS_Z, DZ, EVEN, EVEN_B)  # fmt: skip
     for kk in range(0, tiles):
         k = tiles - 1 - kk
         t0 = first + k * T
         top = k % NT == NT - 1
+        mark = 0
+        if DZ == 1:
+            mark = gl.load(mp + (b * 0 + t0 // T) * ND).to(gl.int32)
         if top:  # a new chunk: its saved state, and a sweep over all its tiles but this one
             h = load_state(hp + (b * 0 + t0 // K) * R * D, n, d, N, D, BFP, EVEN_D)
             if NT == 2:
@@ -667,29 +763,17 @@ def bwd_kernel(
                     delta = gl.where((tv + t1 < L)[:, None], delta, 0.0)
                 dS._reinterpret(f32, [T, BD, 2], B_SP3).store(gl.join(delta, delta * unpack(xr, DT, lt)))
                 BS._reinterpret(f32, [T, NP], s2).store(Br.to(f32))
+                if HAS_SEQ:
+                    store_keep(KS, kp, tb, t1, L, s2, lb)
                 if PRE:
-                    t = t0.to(gl.int64)
-                    xr = load_tile(xp + t * (sxl // W), offx, tw, cw, t0, L, D // W, EVEN)
-                    dr = load_tile(tp + t * (stl // W), offt, tw, cw, t0, L, D // W, EVEN)
-                    gr = load_tile(gp + t * (sgl // W), offg, tw, cw, t0, L, D // W, EVEN)
-                    zr = xr
-                    if HAS_Z:
-                        zr = load_tile(zp + t * (szl // W), offz, tw, cw, t0, L, D // W, EVEN)
-                    Br = load_tile(Bp + t * sBl, offB, tb, nb, t0, L, N, EVEN_B)
-                    Cr = load_tile(Cp + t * sCl, offC, tb, nb, t0, L, N, EVEN_B)
+                    xr, dr, gr, zr, yr, Br, Cr = load_all(xp, tp, gp, zp, yp, Bp, Cp, offx, offt, offg, offz, offw, offB, offC,
+                        tw, cw, tb, nb, t0, L, D, N, W, sxl, stl, sgl, szl, sBl, sCl, HAS_Z, DZ, EVEN, EVEN_B)  # fmt: skip
                 for g in range(0, G):
                     hS.index(g).store(h)
-                    h = steps(h, A, dS, BS, g, ld, ln)
+                    h = steps(h, A, dS, BS, KS, g, HAS_SEQ, ld, ln)
         if not PRE:
-            t = t0.to(gl.int64)
-            xr = load_tile(xp + t * (sxl // W), offx, tw, cw, t0, L, D // W, EVEN)
-            dr = load_tile(tp + t * (stl // W), offt, tw, cw, t0, L, D // W, EVEN)
-            gr = load_tile(gp + t * (sgl // W), offg, tw, cw, t0, L, D // W, EVEN)
-            zr = xr
-            if HAS_Z:
-                zr = load_tile(zp + t * (szl // W), offz, tw, cw, t0, L, D // W, EVEN)
-            Br = load_tile(Bp + t * sBl, offB, tb, nb, t0, L, N, EVEN_B)
-            Cr = load_tile(Cp + t * sCl, offC, tb, nb, t0, L, N, EVEN_B)
+            xr, dr, gr, zr, yr, Br, Cr = load_all(xp, tp, gp, zp, yp, Bp, Cp, offx, offt, offg, offz, offw, offB, offC, tw, cw,
+                tb, nb, t0, L, D, N, W, sxl, stl, sgl, szl, sBl, sCl, HAS_Z, DZ, EVEN, EVEN_B)  # fmt: skip
             if k % NT == 0 and k > 0:  # the next chunk, into L2
                 c = (t0 - K).to(gl.int64) + gl.arange(0, K, layout=lq)
                 prefetch(xp + (c * sxl + pid_d * BD) // W)
@@ -697,9 +781,12 @@ def bwd_kernel(
                 prefetch(gp + (c * sgl + pid_d * BD) // W)
                 if HAS_Z:
                     prefetch(zp + (c * szl + pid_d * BD) // W)
+                if DZ % 2 == 1:
+                    prefetch(yp + (c * D + pid_d * BD) // W)
                 i = gl.arange(0, 32, layout=lq)
                 i = gl.where(i < NP, pid_d * BD * N + i * BD, N * D * (R - N) + pid_d * BD)
                 prefetch(hp + (b * 0 + t0 // K - 1) * R * D + i)
+        oo = ob + (b * 0 + t0) * D
         xc = xr
         xv = unpack(xr, DT, lt)
         gy = unpack(gr, DT, lt)
@@ -707,7 +794,13 @@ def bwd_kernel(
             zf = unpack(zr, DT, lt)
             sg = rcp(1.0 + ex2(zf * -LOG2E))
             sl = zf * sg
-            zS.store(gy * (sg + sl * (1.0 - sg)))
+            if DZ % 2 == 1:
+                dz = gy * unpack(yr, DT, lt)
+                if DZ == 1:  # silu'(z) / silu(z)
+                    dz *= rcp(zf) + (1.0 - sg)
+                else:
+                    dz *= sg + sl * (1.0 - sg)
+                store_tile(dz_ptr + oo, offo, dz, tv, dv, t0, L, D, EVEN)
             gy = gy * sl
         delta = unpack(dr, DT, lt)
         if HAS_BIAS:
@@ -724,23 +817,18 @@ def bwd_kernel(
             aS.store(aS.load(lt) + gy * xv)
         BS._reinterpret(f32, [T, NP], s2).store(Br.to(f32))
         CS._reinterpret(f32, [T, NP], s2).store(Cr.to(f32))
+        if HAS_SEQ:
+            store_keep(KS, kp, tb, t0, L, s2, lb)
         base = (k % NT) * G
         if top:
             for g in range(0, G - 1):
                 hS.index(base + g).store(h)
-                h = steps(h, A, dS, BS, g, ld, ln)
+                h = steps(h, A, dS, BS, KS, g, HAS_SEQ, ld, ln)
             hS.index(base + G - 1).store(h)
         if PRE:  # what the next stage starts with: the tile before this one, or the first of the chunk before
             tn = gl.maximum(gl.where(k % NT > 0, t0 - T, t0 - K), first)
-            t = tn.to(gl.int64)
-            xr = load_tile(xp + t * (sxl // W), offx, tw, cw, tn, L, D // W, EVEN)
-            dr = load_tile(tp + t * (stl // W), offt, tw, cw, tn, L, D // W, EVEN)
-            gr = load_tile(gp + t * (sgl // W), offg, tw, cw, tn, L, D // W, EVEN)
-            zr = xr
-            if HAS_Z:
-                zr = load_tile(zp + t * (szl // W), offz, tw, cw, tn, L, D // W, EVEN)
-            Br = load_tile(Bp + t * sBl, offB, tb, nb, tn, L, N, EVEN_B)
-            Cr = load_tile(Cp + t * sCl, offC, tb, nb, tn, L, N, EVEN_B)
+            xr, dr, gr, zr, yr, Br, Cr = load_all(xp, tp, gp, zp, yp, Bp, Cp, offx, offt, offg, offz, offw, offB, offC, tw, cw,
+                tb, nb, tn, L, D, N, W, sxl, stl, sgl, szl, sBl, sCl, HAS_Z, DZ, EVEN, EVEN_B)  # fmt: skip
         for gg in range(0, G):
             g = G - 1 - gg
             h = hS.index(base + g).load(lay)
@@ -753,14 +841,21 @@ def bwd_kernel(
                 du, uu = pair_load(dS.index(u), B_LP, ld)
                 Bu = BS.index(u).load(ln)
                 a = ex2(du[None, :] * A)
+                if HAS_SEQ:
+                    a = a * KS.index(u).load(ln)[:, None]
                 h = a * h + Bu[:, None] * uu[None, :]
                 al = al + (a,)
                 hl = hl + (h,)
                 dl = dl + (du,)
                 ul = ul + (uu,)
+            q = rS.index(base + g)
+            if DZ == 2:
+                store_y(q, hl, CS, g, ln)
+            elif DZ == 1:
+                if mark != 0:
+                    store_y(q, hl, CS, g, ln)
             rl = ()
             pl = ()
-            yl = ()
             for r in gl.static_range(S):
                 u = g * S + S - 1 - r
                 gu = gS.index(u).load(ld)
@@ -771,8 +866,6 @@ def bwd_kernel(
                 w = gc * hl[S - 1 - r]
                 dA += w * dl[S - 1 - r][None, :]
                 rl = (quad_sum(part_n(gh * Bu[:, None]), part_n(w * A)),) + rl
-                if HAS_Z:
-                    yl = (part_n(Cu[:, None] * hl[S - r]),) + yl
                 vB = gl.sum(gl.reshape(gh * ul[S - 1 - r][None, :], [NP, P, 2]), axis=2)
                 vC = gl.sum(gl.reshape(hl[S - r] * gu[None, :], [NP, P, 2]), axis=2)
                 pl = (vB, vC) + pl
@@ -781,19 +874,18 @@ def bwd_kernel(
                     pl = ()
                 if r == 3:
                     p0.store(stack4p(pl))
-            q = rS.index(base + g)
             q.slice(0, 2 * S).store(stack4(rl))
-            if HAS_Z:
-                q.slice(2 * S, S).store(stack2(quad_sum(yl[0], yl[1]), quad_sum(yl[2], yl[3])))
             tp1 = t0 - first + g * S
             v1 = gl.sum(p1.load(lr), axis=1)
             v0 = gl.sum(p0.load(lr), axis=1)
             if EVEN_B:
-                gl.store(pp + (b * 0 + tp1 + 2) * ND * (2 * N), v1)
-                gl.store(pp + (b * 0 + tp1) * ND * (2 * N), v0)
-            else:
-                gl.store(pp + (b * 0 + tp1 + 2) * ND * (2 * N), v1, mask=(rn < N)[None, :] & (rs < 4)[:, None])
-                gl.store(pp + (b * 0 + tp1) * ND * (2 * N), v0, mask=(rn < N)[None, :] & (rs < 4)[:, None])
+                gl.store(pp + (b * 0 + tp1 + 2) * ND * N, v1)
+                gl.store(pp + (b * 0 + tp1) * ND * N, v0)
+            else:  # not past the range: what lies there may be an output
+                pm = (rn < N)[None, :] & (t0 + g * S + rs // 2 < L)[:, None]
+                pn = (rn < N)[None, :] & (t0 + g * S + 2 + rs // 2 < L)[:, None]
+                gl.store(pp + (b * 0 + tp1 + 2) * ND * N, v1, mask=pn)
+                gl.store(pp + (b * 0 + tp1) * ND * N, v0, mask=pm)
         rT = rS._reinterpret(f32, [NT, G, NP, BD], st).index(k % NT)
         q = rT.slice(0, 2 * S, dim=1).load(l2)
         du, dd = gl.split(gl.permute(gl.reshape(q, [T, 2, BD]), [0, 2, 1]))
@@ -815,21 +907,32 @@ def bwd_kernel(
             db += ddt
         else:
             eS.store(eS.load(lt) + ddt)
-        oo = ob + (b * 0 + t0) * D
+        if ACC:
+            dx += load_tile(accx_ptr + oo, offo, tv, dv, t0, L, D, EVEN)
+            ddt += load_tile(acct_ptr + oo, offo, tv, dv, t0, L, D, EVEN)
         store_tile(dx_ptr + oo, offo, dx, tv, dv, t0, L, D, EVEN)
         store_tile(ddt_ptr + oo, offo, ddt, tv, dv, t0, L, D, EVEN)
-        if HAS_Z:
-            y = gl.reshape(rT.slice(2 * S, S, dim=1).load(ly), [T, BD])
-            y = gl.convert_layout(y, lt, assert_trivial=True)
-            if HAS_D:
-                y += channel(Dv, DS, PRE)[None, :] * xv
-            store_tile(dz_ptr + oo, offo, zS.load(lt) * y, tv, dv, t0, L, D, EVEN)
+        if DZ == 2:
+            mark = 1
+        if DZ == 1 or DZ == 2:
+            if mark != 0:
+                y = gl.reshape(rT.slice(2 * S, S, dim=1).load(ly), [T, BD])
+                y = gl.convert_layout(y, lt, assert_trivial=True)
+                if HAS_D:
+                    y += channel(Dv, DS, PRE)[None, :] * xv
+                t = t0.to(gl.int64)
+                zf = unpack(load_tile(zp + t * (szl // W), offz, tw, cw, t0, L, D // W, EVEN), DT, lt)
+                sg = rcp(1.0 + ex2(zf * -LOG2E))
+                y *= sg + zf * sg * (1.0 - sg)
+                y *= unpack(load_tile(gp + t * (sgl // W), offg, tw, cw, t0, L, D // W, EVEN), DT, lt)
+                store_tile(dz_ptr + oo, offo, y, tv, dv, t0, L, D, EVEN)
     if not PRE:
         dD = aS.load(lt)
         db = eS.load(lt)
     gl.store(ap, gc, mask=m2)
     pa = sum_ptr + (row * (N + 2) + n[:, None]) * D + d[None, :]
-    gl.store(pa, gl.load(pa, mask=m2, other=0.0) + dA, mask=m2)
+    gl.store(pa, gl.load(pa, mask=m2 & (MORE != 0), other=0.0) + dA, mask=m2)
     pd = sum_ptr + (row * (N + 2) + N) * D + dv
-    gl.store(pd, gl.load(pd, mask=dv < D, other=0.0) + gl.sum(dD, axis=0), mask=dv < D)
-    gl.store(pd + D, gl.load(pd + D, mask=dv < D, other=0.0) + gl.sum(db, axis=0), mask=dv < D)
+    old = (dv < D) & (MORE != 0)
+    gl.store(pd, gl.load(pd, mask=old, other=0.0) + gl.sum(dD, axis=0), mask=dv < D)
+    gl.store(pd + D, gl.load(pd + D, mask=old, other=0.0) + gl.sum(db, axis=0), mask=dv < D)

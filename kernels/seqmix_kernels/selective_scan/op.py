@@ -148,11 +148,11 @@ _INPUTS = (
 _SETTINGS = "bool dt_softplus, str discretization, SymInt? chunk"
 torch.library.define(
     "seqmix::selective_scan_fwd",
-    f"({_INPUTS}{_SETTINGS}, bool save, str backend) -> (Tensor y, Tensor final, Tensor boundary, Tensor ungated)",
+    f"({_INPUTS}{_SETTINGS}, bool save, str backend) -> (Tensor y, Tensor final, Tensor boundary, Tensor gate)",
 )
 torch.library.define(
     "seqmix::selective_scan_bwd",
-    f"(Tensor dy, Tensor? dfinal, {_INPUTS}Tensor boundary, Tensor ungated, {_SETTINGS}, str backend) -> "
+    f"(Tensor dy, Tensor? dfinal, {_INPUTS}Tensor y, Tensor boundary, Tensor gate, {_SETTINGS}, str backend) -> "
     "(Tensor dx, Tensor ddt, Tensor dA, Tensor dB, Tensor dC, Tensor dD, Tensor dz, Tensor ddt_bias, Tensor dinitial)",
 )
 
@@ -177,14 +177,14 @@ def _backward_op(*args):
 def _fake_forward(
     x, dt, A, B, C, D, z, dt_bias, initial_state, seq_idx, dt_softplus, discretization, chunk, save, backend
 ):  # fmt: skip
-    shape, dtype = _backend(backend).boundary_spec(x, A.shape[1], chunk) if save else ((0,), torch.float32)
     final = A.new_empty(x.shape[0], x.shape[2], A.shape[1])
-    return x.new_empty(x.shape), final, x.new_empty(shape, dtype=dtype), x.new_empty(0)
+    specs = _backend(backend).saved_specs(x, A, B, z, discretization, chunk, save)
+    return x.new_empty(x.shape), final, *(x.new_empty(shape, dtype=dtype) for shape, dtype in specs)
 
 
 @torch.library.register_fake("seqmix::selective_scan_bwd")
 def _fake_backward(
-    dy, dfinal, x, dt, A, B, C, D, z, dt_bias, initial_state, seq_idx, boundary, ungated, dt_softplus, discretization,
+    dy, dfinal, x, dt, A, B, C, D, z, dt_bias, initial_state, seq_idx, y, boundary, gate, dt_softplus, discretization,
     chunk, backend,
 ):  # fmt: skip
     def like(t, other):
@@ -196,10 +196,11 @@ def _fake_backward(
 
 def _setup_context(ctx, inputs, output):
     *tensors, ctx.dt_softplus, ctx.discretization, ctx.chunk, _, ctx.backend = inputs
-    boundary, ungated = output[2:]
+    y, _, boundary, gate = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(boundary, ungated)
-    ctx.save_for_backward(*tensors, boundary, ungated)
+    ctx.mark_non_differentiable(boundary, gate)
+    # the output is kept alive by what reads it; it is saved only where the gate's gradient is taken from it
+    ctx.save_for_backward(*tensors, y if gate.dtype == torch.int8 else gate, boundary, gate)
 
 
 def _backward(ctx, dy, dfinal, *_):

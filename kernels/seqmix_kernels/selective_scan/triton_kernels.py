@@ -335,37 +335,41 @@ def bwd_kernel(
     tl.store(pdp + D, db, mask=dm)
 
 
-@triton.jit(do_not_specialize=["R0", "PL", "NB", "P0", "LS", "SEG", "L"])
+@triton.jit(do_not_specialize=["R0", "PL", "NB", "P0", "LS", "SEG", "L", "spb", "sps", "sk", "sn"])
 def reduce_bc_kernel(
-    p_ptr, dB_ptr, dC_ptr, R0, PL, NB, P0, LS, SEG, L,
-    C: tl.constexpr, N: tl.constexpr, N2P: tl.constexpr, R: tl.constexpr, KB: tl.constexpr,
+    pB_ptr, pC_ptr, dB_ptr, dC_ptr, R0, PL, NB, P0, LS, SEG, L, spb, sps, sk, sn,
+    C: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, R: tl.constexpr, KB: tl.constexpr,
 ):  # fmt: skip
-    """dB, dC (rows, L, C, N) at steps P0 to P0 + PL of each of the SEG segments of LS steps, from the partials
-    (rows SEG, PL, C, NB, 2 N), always in the same order. R0: how many (row, segment, step, C) there are."""
+    """dB, dC (rows, L, C, N, the last but one stride sn) at steps P0 to P0 + PL of each of the SEG segments of LS steps,
+    from partials (rows, SEG, PL, C, NB, N) with strides spb, sps for the first two and sk for the last but one, always in
+    the same order. R0: how many (row, segment, step, C) there are."""
     r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    c = tl.arange(0, N2P)
+    c = tl.arange(0, NP)
     k = tl.arange(0, KB)
-    m = (r < R0)[:, None] & (c < 2 * N)[None, :]
-    acc = tl.zeros([R, N2P], tl.float32)
-    p = p_ptr + (r[:, None, None] * NB + k[None, :, None]) * (2 * N) + c[None, None, :]
-    for k0 in range(0, NB, KB):
-        part = tl.load(p + k0 * (2 * N), mask=m[:, None, :] & (k + k0 < NB)[None, :, None], other=0.0)
-        acc += tl.sum(part, axis=1)
     row = r // (PL * C)
     i = r - row * (PL * C)
-    t = (row % SEG) * LS + P0 + i // C
-    m &= ((t < L) & (P0 + i // C < LS))[:, None]
-    o = ((row // SEG) * L + t) * C + i % C
-    tl.store(dB_ptr + o[:, None] * N + c[None, :], acc.to(dB_ptr.dtype.element_ty), mask=m & (c < N)[None, :])
-    tl.store(dC_ptr + o[:, None] * N + c[None, :] - N, acc.to(dC_ptr.dtype.element_ty), mask=m & (c >= N)[None, :])
+    seg = row % SEG
+    t = seg * LS + P0 + i // C
+    m = ((r < R0) & (t < L) & (P0 + i // C < LS))[:, None] & (c < N)[None, :]
+    p = ((row // SEG) * spb + seg * sps)[:, None, None] + (i[:, None, None] * NB + k[None, :, None]) * sk + c[None, None, :]
+    dB = tl.zeros([R, NP], tl.float32)
+    dC = tl.zeros([R, NP], tl.float32)
+    for k0 in range(0, NB, KB):
+        ok = m[:, None, :] & (k + k0 < NB)[None, :, None]
+        dB += tl.sum(tl.load(pB_ptr + p + k0 * sk, mask=ok, other=0.0), axis=1)
+        dC += tl.sum(tl.load(pC_ptr + p + k0 * sk, mask=ok, other=0.0), axis=1)
+    o = (((row // SEG) * L + t) * C + i % C)[:, None] * sn + c[None, :]
+    tl.store(dB_ptr + o, dB.to(dB_ptr.dtype.element_ty), mask=m)
+    tl.store(dC_ptr + o, dC.to(dC_ptr.dtype.element_ty), mask=m)
 
 
 @triton.jit(do_not_specialize=["SEG", "D"])
 def combine_kernel(
-    end_ptr, sum_ptr, A_ptr, ini_ptr, SEG, D,
-    N: tl.constexpr, NP: tl.constexpr, BD: tl.constexpr, REV: tl.constexpr, HAS_INI: tl.constexpr,
+    end_ptr, sum_ptr, A_ptr, alive_ptr, ini_ptr, SEG, D,
+    N: tl.constexpr, NP: tl.constexpr, BD: tl.constexpr, REV: tl.constexpr, HAS_INI: tl.constexpr, HAS_SEQ: tl.constexpr,
 ):  # fmt: skip
     """The state that comes into each segment, from the segments before it (REV: the adjoint, from those after it).
+    alive (rows, SEG): 0 where a document begins in the segment, which lets nothing through, else 1.
     ini (rows, SEG, N, D): with HAS_INI its first (REV: last) segment holds what comes in from outside."""
     d = tl.program_id(0) * BD + tl.arange(0, BD)
     n = tl.arange(0, NP)
@@ -387,7 +391,10 @@ def combine_kernel(
         for k in tl.static_range(4):
             s = b * SEG + (SEG - 1 - i0 - k if REV else i0 + k)
             tl.store(ini_ptr + (s * N + n[:, None]) * D + d[None, :], h, mask=m & (i0 + k < SEG))
-            h = tl.exp2(A * sums[k][None, :] * LOG2E) * h + ends[k]
+            a = tl.exp2(A * sums[k][None, :] * LOG2E)
+            if HAS_SEQ:
+                a *= tl.load(alive_ptr + s, mask=i0 + k < SEG, other=1.0)
+            h = a * h + ends[k]
 
 
 @triton.jit(do_not_specialize=["ROWS", "D"])
