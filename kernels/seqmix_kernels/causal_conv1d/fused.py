@@ -3,9 +3,10 @@
     pre_t = bias + sum_w weight_w x_{t-W+1+w},   y = silu(pre) or pre
     g = dy silu'(pre),   dx_s = sum_j weight_{W-1-j} g_{s+j},   dweight_w = sum_t g_t x_{t-W+1+w}
 
-A program owns a tile of steps and channels; neighbouring rows come from the cache, not from memory, so each tensor is read
-once. The backward runs pre again for the W steps that see x_s. Positions -(W-1) to -1 are the initial state's. dweight and
-dbias leave as a partial sum a program, added up in a fixed order.
+A program walks a span of steps with a block of channels, a few channels a thread. The last W - 1 inputs (in the backward
+the last W - 1 g too) stay in registers: each element is loaded once, and threads share nothing. Neighbouring spans overlap
+by W - 1 steps. Positions -(W-1) to -1 are the initial state's. dweight and dbias leave as a partial sum a program, added up
+in a fixed order.
 """
 
 import os
@@ -18,129 +19,167 @@ from torch import Tensor
 from ..selective_scan.triton_kernels import sigmoid
 
 MAX_TAPS = 8
-ROWS, BLOCK = 16, 128  # steps and channels of a tile
-BWD_ROWS = 8  # and 8 warps: more elements a thread would spill
-TILES = 16  # tiles of a backward program, one after the other: fewer partial sums
+BLOCK, LANE = 512, 4  # channels of a program at most, and of a thread: 8 bytes of a 16-bit tensor
+GROUP = 4  # rows loaded together: no load is moved ahead of the stores of earlier rows
+SPAN, BWD_SPAN = 64, 128  # steps a program walks
 
 
 @triton.jit
-def window(x_ptr, ini_ptr, doc_ptr, s, doc, d, dm, L, D, sxl, sxd, W: tl.constexpr, HAS_INI: tl.constexpr,
-           HAS_SEQ: tl.constexpr):  # fmt: skip
-    """Inputs at steps s (negative: of the initial state), 0 outside and in other documents than doc. [R, BD] float32."""
-    m = (s >= 0) & (s < L)
-    v = tl.load(x_ptr + s[:, None] * sxl + d[None, :] * sxd, mask=m[:, None] & dm[None, :], other=0.0).to(tl.float32)
+def input_row(x_ptr, ini_ptr, t, d, dm, L, D, sxl, sxd, W: tl.constexpr, HAS_INI: tl.constexpr):
+    """The inputs at step t (negative: of the initial state), 0 outside. [BD] float32."""
+    v = tl.load(x_ptr + t * sxl + d * sxd, mask=dm & (t >= 0) & (t < L), other=0.0).to(tl.float32)
     if HAS_INI:
-        i = s + W - 1
-        mi = (s < 0) & (i >= 0)
-        v += tl.load(ini_ptr + i[:, None] * D + d[None, :], mask=mi[:, None] & dm[None, :], other=0.0).to(tl.float32)
+        i = t + W - 1
+        v += tl.load(ini_ptr + i * D + d, mask=dm & (t < 0) & (i >= 0), other=0.0).to(tl.float32)
+    return v
+
+
+@triton.jit
+def document(doc_ptr, t, L, HAS_SEQ: tl.constexpr):
+    """Of step t; those before the sequence belong to the first, 0, those after it to none."""
+    doc = t * 0
     if HAS_SEQ:
-        same = tl.load(doc_ptr + s, mask=m, other=0) == doc
-        v = tl.where(same[:, None], v, 0.0)
+        doc = tl.load(doc_ptr + t, mask=(t >= 0) & (t < L), other=0).to(tl.int64)
+        doc = tl.where(t < L, doc, -1)
+    return doc
+
+
+@triton.jit
+def kept(v, a, b, HAS_SEQ: tl.constexpr):
+    """v where documents a and b are one, else 0."""
+    if HAS_SEQ:
+        v = tl.where(a == b, v, 0.0)
     return v
 
 
 @triton.jit(do_not_specialize=["L", "ND", "NT"])
 def fwd_kernel(
-    x_ptr, w_ptr, b_ptr, ini_ptr, doc_ptr, y_ptr, L, D, ND, NT, sxb, sxl, sxd, W: tl.constexpr, R: tl.constexpr,
-    BD: tl.constexpr, HAS_B: tl.constexpr, HAS_INI: tl.constexpr, HAS_SEQ: tl.constexpr, SILU: tl.constexpr,
+    x_ptr, w_ptr, b_ptr, ini_ptr, doc_ptr, y_ptr, L, D, ND, NT, sxb, sxl, sxd, W: tl.constexpr, SPAN: tl.constexpr,
+    GROUP: tl.constexpr, BD: tl.constexpr, HAS_B: tl.constexpr, HAS_INI: tl.constexpr, HAS_SEQ: tl.constexpr,
+    SILU: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     b = (pid // ND // NT).to(tl.int64)
-    d = (pid % ND) * BD + tl.arange(0, BD)
-    t = ((pid // ND) % NT).to(tl.int64) * R + tl.arange(0, R)
+    d = ((pid % ND) * BD + tl.arange(0, BD)).to(tl.int64)
     dm = d < D
-    m = (t < L)[:, None] & dm[None, :]
+    t0 = ((pid // ND) % NT).to(tl.int64) * SPAN
+    xp = x_ptr + b * sxb
+    ip = ini_ptr + b * (W - 1) * D
     docs = doc_ptr + b * L
-    doc = t * 0
-    if HAS_SEQ:
-        doc = tl.load(docs + t, mask=t < L, other=0)
-    acc = tl.zeros([R, BD], tl.float32)
+    yp = y_ptr + b * L * D + d
+    bias = tl.zeros([BD], tl.float32)
     if HAS_B:
-        acc += tl.load(b_ptr + d, mask=dm, other=0.0).to(tl.float32)[None, :]
+        bias = tl.load(b_ptr + d, mask=dm, other=0.0).to(tl.float32)
+    taps = ()
     for w in tl.static_range(W):
-        v = window(x_ptr + b * sxb, ini_ptr + b * (W - 1) * D, docs, t - (W - 1) + w, doc, d, dm, L, D, sxl, sxd, W,
-                   HAS_INI, HAS_SEQ)  # fmt: skip
-        acc += v * tl.load(w_ptr + d * W + w, mask=dm, other=0.0).to(tl.float32)[None, :]
-    if SILU:
-        acc *= sigmoid(acc)
-    tl.store(y_ptr + (b * L + t[:, None]) * D + d[None, :], acc.to(y_ptr.dtype.element_ty), mask=m)
+        taps = taps + (tl.load(w_ptr + d * W + w, mask=dm, other=0.0).to(tl.float32),)  # noqa: RUF005
+    past = ()  # the inputs at t - (W-1) .. t - 1, and their documents
+    for w in tl.static_range(W - 1):
+        t = t0 - (W - 1) + w
+        past = past + ((input_row(xp, ip, t, d, dm, L, D, sxl, sxd, W, HAS_INI), document(docs, t, L, HAS_SEQ)),)  # noqa: RUF005
+    for i in range(0, tl.minimum(SPAN, L - t0), GROUP):
+        seen = past  # and the inputs of this group
+        for u in tl.static_range(GROUP):
+            t = t0 + i + u
+            seen = seen + ((input_row(xp, ip, t, d, dm, L, D, sxl, sxd, W, False), document(docs, t, L, HAS_SEQ)),)  # noqa: RUF005
+        for u in tl.static_range(GROUP):
+            t = t0 + i + u
+            acc = bias + seen[u + W - 1][0] * taps[W - 1]
+            for w in tl.static_range(W - 1):
+                acc += kept(seen[u + w][0], seen[u + w][1], seen[u + W - 1][1], HAS_SEQ) * taps[w]
+            if SILU:
+                acc *= sigmoid(acc)
+            tl.store(yp + t * D, acc.to(y_ptr.dtype.element_ty), mask=dm & (t < L))
+        past = ()
+        for w in tl.static_range(W - 1):
+            past = past + (seen[GROUP + w],)  # noqa: RUF005
 
 
 @triton.jit(do_not_specialize=["L", "ND", "NT"])
 def bwd_kernel(
     dy_ptr, df_ptr, x_ptr, w_ptr, b_ptr, ini_ptr, doc_ptr, dx_ptr, di_ptr, p_ptr, L, D, ND, NT,
-    sgb, sgl, sgd, sxb, sxl, sxd, W: tl.constexpr, R: tl.constexpr, BD: tl.constexpr, TILES: tl.constexpr,
+    sgb, sgl, sgd, sxb, sxl, sxd, W: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, BD: tl.constexpr,
     HAS_B: tl.constexpr, HAS_INI: tl.constexpr, HAS_SEQ: tl.constexpr, HAS_DF: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """Positions from -(W-1) with an initial state, else from 0. p (programs along B and L, W + 1, D): dweight, dbias."""
+    """At step t: g_t, and with it dx of step s = t - (W-1). Spans start at -(W-1) with an initial state, else at 0; the first
+    W-1 steps of a span only fill the registers, so it gives dx and the sums for its first SPAN - (W-1) positions.
+    p (programs along B and L, W + 1, D): dweight, dbias."""
     pid = tl.program_id(0)
     b = (pid // ND // NT).to(tl.int64)
-    d = (pid % ND) * BD + tl.arange(0, BD)
+    d = ((pid % ND) * BD + tl.arange(0, BD)).to(tl.int64)
     dm = d < D
     xp = x_ptr + b * sxb
     gp = dy_ptr + b * sgb
     ip = ini_ptr + b * (W - 1) * D
     docs = doc_ptr + b * L
-    first = 0
+    s0 = ((pid // ND) % NT).to(tl.int64) * (SPAN - (W - 1))
     if HAS_INI:
-        first = W - 1
+        s0 -= W - 1
     bias = tl.zeros([BD], tl.float32)
     if HAS_B:
         bias = tl.load(b_ptr + d, mask=dm, other=0.0).to(tl.float32)
-    last = 0
+    last = s0 * 0
     if HAS_SEQ:
-        last = tl.load(docs + L - 1)
-    sums = ()
-    for _ in tl.static_range(W + 1):
-        sums = sums + (tl.zeros([BD], tl.float32),)  # noqa: RUF005 (the front end knows no unpacking)
-    for tile in range(0, TILES):
-        s = (((pid // ND) % NT).to(tl.int64) * TILES + tile) * R + tl.arange(0, R) - first
-        here = (s >= 0) & (s < L)
-        doc_s = s * 0
-        if HAS_SEQ:
-            doc_s = tl.load(docs + s, mask=here, other=0)
-        dx = tl.zeros([R, BD], tl.float32)
-        for j in tl.static_range(W):
-            t = s + j
-            mt = (t >= 0) & (t < L)
-            doc = t * 0
-            if HAS_SEQ:
-                doc = tl.load(docs + t, mask=mt, other=-1)
-            g = tl.load(gp + t[:, None] * sgl + d[None, :] * sgd, mask=mt[:, None] & dm[None, :], other=0.0).to(tl.float32)
-            if SILU or j == 0:
-                pre = tl.zeros([R, BD], tl.float32) + bias[None, :]
-                taps = ()
-                for w in tl.static_range(W):
-                    v = window(xp, ip, docs, t - (W - 1) + w, doc, d, dm, L, D, sxl, sxd, W, HAS_INI, HAS_SEQ)
-                    pre += v * tl.load(w_ptr + d * W + w, mask=dm, other=0.0).to(tl.float32)[None, :]
-                    taps = taps + (v,)  # noqa: RUF005
+        last = tl.load(docs + L - 1).to(tl.int64)
+    taps = ()
+    sums = (tl.zeros([BD], tl.float32),)
+    for w in tl.static_range(W):
+        taps = taps + (tl.load(w_ptr + d * W + w, mask=dm, other=0.0).to(tl.float32),)  # noqa: RUF005
+        sums = sums + (tl.zeros([BD], tl.float32),)  # noqa: RUF005
+    past = ()  # inputs, documents and g at t - (W-1) .. t - 1
+    for w in tl.static_range(W - 1):
+        t = s0 - (W - 1) + w
+        x = input_row(xp, ip, t, d, dm, L, D, sxl, sxd, W, HAS_INI)
+        past = past + ((x, document(docs, t, L, HAS_SEQ), tl.zeros([BD], tl.float32)),)  # noqa: RUF005
+    for i in range(0, tl.minimum(SPAN, L + (W - 1) - s0), GROUP):
+        new = ()
+        for u in tl.static_range(GROUP):
+            t = s0 + i + u
+            x = input_row(xp, ip, t, d, dm, L, D, sxl, sxd, W, HAS_INI)
+            dy = tl.load(gp + t * sgl + d * sgd, mask=dm & (t >= 0) & (t < L), other=0.0).to(tl.float32)
+            new = new + ((x, document(docs, t, L, HAS_SEQ), dy),)  # noqa: RUF005
+        for u in tl.static_range(GROUP):
+            t = s0 + i + u
+            x, doc, g = new[u]
+            seen = ()  # inputs at t - (W-1) .. t, 0 in other documents
+            for w in tl.static_range(W - 1):
+                seen = seen + (kept(past[w][0], past[w][1], doc, HAS_SEQ),)  # noqa: RUF005
+            seen = seen + (x,)  # noqa: RUF005
             if SILU:
+                pre = bias
+                for w in tl.static_range(W):
+                    pre += seen[w] * taps[w]
                 sg = sigmoid(pre)
                 g *= sg * (1.0 + pre * (1.0 - sg))
-            if j == 0:
-                new = ()
-                for w in tl.static_range(W):
-                    new = new + (sums[w] + tl.sum(g * taps[w], axis=0),)  # noqa: RUF005
-                sums = new + (sums[W] + tl.sum(g, axis=0),)  # noqa: RUF005
-            if HAS_SEQ:
-                g = tl.where((doc == doc_s)[:, None], g, 0.0)
-            dx += g * tl.load(w_ptr + d * W + W - 1 - j, mask=dm, other=0.0).to(tl.float32)[None, :]
-        if HAS_DF:  # the final state holds the last W - 1 inputs
-            i = s - (L - (W - 1))
-            mi = (i >= 0) & (i < W - 1)
-            if HAS_SEQ:
-                mi &= doc_s == last
-            at = df_ptr + b * (W - 1) * D + i[:, None] * D + d[None, :]
-            dx += tl.load(at, mask=mi[:, None] & dm[None, :], other=0.0).to(tl.float32)
-        at = dx_ptr + (b * L + s[:, None]) * D + d[None, :]
-        tl.store(at, dx.to(dx_ptr.dtype.element_ty), mask=here[:, None] & dm[None, :])
-        if HAS_INI:
-            i = s + W - 1
-            mi = ((s < 0) & (i >= 0))[:, None] & dm[None, :]
-            tl.store(di_ptr + (b * (W - 1) + i[:, None]) * D + d[None, :], dx.to(di_ptr.dtype.element_ty), mask=mi)
+            own = tl.where(i + u < SPAN - (W - 1), g, 0.0)  # the steps after are the next program's
+            added = (sums[0] + own,)
+            for w in tl.static_range(W):
+                added = added + (sums[w + 1] + own * seen[w],)  # noqa: RUF005
+            sums = added
+            past = past + ((x, doc, g),)  # noqa: RUF005
+            s = t - (W - 1)
+            dx = past[0][2] * taps[W - 1]
+            for j in tl.static_range(1, W):
+                dx += kept(past[j][2], past[j][1], past[0][1], HAS_SEQ) * taps[W - 1 - j]
+            if HAS_DF:  # the final state holds the last W - 1 inputs
+                k = s - (L - (W - 1))
+                mk = (k >= 0) & (k < W - 1)
+                if HAS_SEQ:
+                    mk &= past[0][1] == last
+                dx += tl.load(df_ptr + (b * (W - 1) + k) * D + d, mask=dm & mk, other=0.0).to(tl.float32)
+            out = dm & (i + u >= W - 1)
+            tl.store(dx_ptr + (b * L + s) * D + d, dx.to(dx_ptr.dtype.element_ty), mask=out & (s >= 0) & (s < L))
+            if HAS_INI:
+                at = di_ptr + (b * (W - 1) + s + W - 1) * D + d
+                tl.store(at, dx.to(di_ptr.dtype.element_ty), mask=out & (s < 0))
+            rest = ()
+            for w in tl.static_range(W - 1):
+                rest = rest + (past[w + 1],)  # noqa: RUF005
+            past = rest
     pp = p_ptr + (pid // ND).to(tl.int64) * (W + 1) * D + d
-    for w in tl.static_range(W + 1):
-        tl.store(pp + w * D, sums[w], mask=dm)
+    for w in tl.static_range(W):
+        tl.store(pp + w * D, sums[w + 1], mask=dm)
+    tl.store(pp + W * D, sums[0], mask=dm)
 
 
 def why_not(x: Tensor, weight: Tensor) -> str | None:
@@ -168,13 +207,14 @@ def forward(x, weight, bias, initial_state, seq_idx, silu: bool) -> tuple[Tensor
     final = _final(x, taps - 1, initial_state, document)
     if y.numel() == 0:
         return y, final
-    blocks, rows = triton.cdiv(width, BLOCK), triton.cdiv(length, ROWS)
+    block = _block(width)
+    blocks, spans = triton.cdiv(width, block), triton.cdiv(length, SPAN)
     has_state = initial_state is not None and taps > 1
-    fwd_kernel[(batch * rows * blocks,)](
+    fwd_kernel[(batch * spans * blocks,)](
         x, weight.contiguous(), x if bias is None else bias.contiguous(),
         initial_state.contiguous() if has_state else x, x if document is None else document, y,
-        length, width, blocks, rows, *x.stride(), W=taps, R=ROWS, BD=BLOCK, HAS_B=bias is not None, HAS_INI=has_state,
-        HAS_SEQ=document is not None, SILU=silu, num_warps=4,
+        length, width, blocks, spans, *x.stride(), W=taps, SPAN=SPAN, GROUP=GROUP, BD=block, HAS_B=bias is not None,
+        HAS_INI=has_state, HAS_SEQ=document is not None, SILU=silu, num_warps=_warps(block),
     )  # fmt: skip
     return y, final
 
@@ -192,19 +232,28 @@ def backward(dy, dfinal, x, weight, bias, initial_state, seq_idx, silu: bool) ->
         return dx, torch.zeros_like(weight), none if bias is None else torch.zeros_like(bias), dinitial
     document = _documents(seq_idx)
     has_state, has_final = initial_state is not None and taps > 1, dfinal is not None and taps > 1
-    blocks = triton.cdiv(width, BLOCK)
-    rows = triton.cdiv(length + (taps - 1 if has_state else 0), BWD_ROWS * TILES)
-    partial = x.new_empty(batch * rows, taps + 1, width, dtype=torch.float32)
-    bwd_kernel[(batch * rows * blocks,)](
+    block = _block(width)
+    blocks = triton.cdiv(width, block)
+    spans = triton.cdiv(length + (taps - 1 if has_state else 0), BWD_SPAN - (taps - 1))
+    partial = x.new_empty(batch * spans, taps + 1, width, dtype=torch.float32)
+    bwd_kernel[(batch * spans * blocks,)](
         dy, dfinal.contiguous() if has_final else x, x, weight.contiguous(), x if bias is None else bias.contiguous(),
         initial_state.contiguous() if has_state else x, x if document is None else document, dx,
-        dinitial if has_state else x, partial, length, width, blocks, rows, *dy.stride(), *x.stride(),
-        W=taps, R=BWD_ROWS, BD=BLOCK, TILES=TILES, HAS_B=bias is not None, HAS_INI=has_state,
-        HAS_SEQ=document is not None, HAS_DF=has_final, SILU=silu, num_warps=8,
+        dinitial if has_state else x, partial, length, width, blocks, spans, *dy.stride(), *x.stride(),
+        W=taps, SPAN=BWD_SPAN, GROUP=GROUP, BD=block, HAS_B=bias is not None, HAS_INI=has_state,
+        HAS_SEQ=document is not None, HAS_DF=has_final, SILU=silu, num_warps=_warps(block),
     )  # fmt: skip
     sums = partial.sum(0)
     dbias = none if bias is None else sums[taps].to(bias.dtype)
     return dx, sums[:taps].t().to(weight.dtype).contiguous(), dbias, dinitial
+
+
+def _block(width: int) -> int:
+    return min(BLOCK, max(32, triton.next_power_of_2(width)))
+
+
+def _warps(block: int) -> int:
+    return max(1, block // (32 * LANE))
 
 
 def _documents(seq_idx) -> Tensor | None:
@@ -219,6 +268,8 @@ def _documents(seq_idx) -> Tensor | None:
 def _final(x, back: int, initial_state, document) -> Tensor:
     """The last W - 1 inputs of the last document, padded on the left with the old state."""
     batch, length, width = x.shape
+    if document is None and length >= back:
+        return x[:, length - back :].clone(memory_format=torch.contiguous_format)
     final = x.new_zeros(batch, back, width)
     kept = min(back, length)
     final[:, back - kept :] = x[:, length - kept :]

@@ -1,0 +1,5 @@
+"""One step of a Mamba block between its outer projections. `which_impl` says what "auto" takes and why."""
+
+from .op import IMPLS, mamba_step, which_impl
+
+__all__ = ["IMPLS", "mamba_step", "which_impl"]
