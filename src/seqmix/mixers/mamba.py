@@ -8,7 +8,8 @@
     y_t     = W_out ((C_t·h_t + D x_t) ∘ silu(z_t))
 
 Gu & Dao 2023, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces": the block is figure 3, the recurrence
-algorithm 2 (S6), the initialisation §3.6. The scan and the convolution come from `seqmix_kernels`.
+algorithm 2 (S6), the initialisation §3.6. The scan, the convolution, the node that holds a whole block and the fused step
+of decoding come from `seqmix_kernels`.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ import math
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from seqmix.mixers.base import Mixer, no_weight_decay
 from seqmix_kernels.causal_conv1d import causal_conv1d
+from seqmix_kernels.mamba_inner import LEVELS, mamba_inner
+from seqmix_kernels.mamba_step import IMPLS as STEPS
+from seqmix_kernels.mamba_step import mamba_step
 from seqmix_kernels.selective_scan import IMPLS, selective_scan
 
 DISCRETIZATIONS = ("euler", "zoh")
@@ -37,6 +41,11 @@ class Mamba(Mixer):
 
     d_state: N. d_conv: W. expand: E / d_model. dt_rank: R (null: d_model/16, rounded up). discretization: of B̄, euler
     or zoh. scan: which implementation of the scan runs (seqmix_kernels/selective_scan); all compute one function.
+    checkpoint_level: what training keeps for the backward, 0 all, 1 not the convolution's output nor Δ, 2 the input alone
+    (seqmix_kernels/mamba_inner); the gradients are the same. decode: the implementation of a step
+    (seqmix_kernels/mamba_step).
+
+    A projection that is no plain nn.Linear any more (an adapter, a quantised layer), or has hooks, is called as a module.
 
     At the start A = -(1..N) in every channel, D = 1, and softplus(b_Δ) is log-uniform in [dt_min, dt_max].
     """
@@ -50,6 +59,8 @@ class Mamba(Mixer):
         dt_rank: int | None = None,
         discretization: str = "euler",
         scan: str = "auto",
+        checkpoint_level: int = 1,
+        decode: str = "auto",
         *,
         bias: bool = False,
         conv_bias: bool = True,
@@ -72,10 +83,14 @@ class Mamba(Mixer):
             raise ValueError(f"discretization must be one of {', '.join(DISCRETIZATIONS)}, got {discretization!r}")
         if scan not in IMPLS:
             raise ValueError(f"scan must be one of {', '.join(IMPLS)}, got {scan!r}")
+        if checkpoint_level not in LEVELS:
+            raise ValueError(f"checkpoint_level must be one of {', '.join(map(str, LEVELS))}, got {checkpoint_level!r}")
+        if decode not in STEPS:
+            raise ValueError(f"decode must be one of {', '.join(STEPS)}, got {decode!r}")
         if not 0 < dt_min <= dt_max:
             raise ValueError(f"0 < dt_min <= dt_max is needed, got dt_min={dt_min!r} and dt_max={dt_max!r}")
         self.d_model, self.d_inner, self.d_state, self.d_conv, self.dt_rank = d_model, d_inner, d_state, d_conv, dt_rank
-        self.discretization, self.scan = discretization, scan
+        self.discretization, self.scan, self.checkpoint_level, self.decode = discretization, scan, checkpoint_level, decode
 
         self.in_proj = nn.Linear(d_model, 2 * d_inner, bias=bias)
         self.conv = nn.Conv1d(d_inner, d_inner, d_conv, groups=d_inner, bias=conv_bias)  # weights only
@@ -90,7 +105,7 @@ class Mamba(Mixer):
         self.out_proj = nn.Linear(d_inner, d_model, bias=bias)
 
     def forward(self, u: Tensor) -> Tensor:
-        y, _ = self._scan(u, None, None)
+        y, _ = self._run(u, None, None)
         return y
 
     def init_state(self, batch: int) -> MambaState:
@@ -98,37 +113,46 @@ class Mamba(Mixer):
         return MambaState(conv, self.A_log.new_zeros(batch, self.d_inner, self.d_state))
 
     def prefill(self, u: Tensor, state: MambaState) -> tuple[Tensor, MambaState]:
-        return self._scan(u, state.conv, state.ssm)
+        return self._run(u, state.conv, state.ssm)
 
     def step(self, u_t: Tensor, state: MambaState) -> tuple[Tensor, MambaState]:
-        """One step of the recurrence in plain torch: the same mathematics as the operators, without their set-up."""
+        if not (is_plain(self.x_proj) and is_plain(self.dt_proj)):
+            return super().step(u_t, state)
         x, z = self.in_proj(u_t).chunk(2, dim=-1)  # (B, E) each
-        window = torch.cat((state.conv.to(x.dtype), x[:, None]), dim=1)  # (B, W, E)
-        wide = self.A_log.dtype  # everything between the projections is in float32, or float64
-        conv = (window.to(wide) * self.conv.weight[:, 0].t()).sum(1)
-        x = F.silu(conv if self.conv.bias is None else conv + self.conv.bias).to(x.dtype)
-        dt, B, C = self._project(x)
-        x_wide, A = x.to(wide), -self.A_log.exp()
-        dt = F.softplus(dt.to(wide) + self.dt_bias)[..., None]  # (B, E, 1)
-        B_bar = (dt if self.discretization == "euler" else torch.expm1(dt * A) / A) * B[:, None]  # (B, E, N)
-        h = torch.exp(dt * A) * state.ssm + B_bar * x_wide[..., None]
-        y = ((h * C[:, None]).sum(-1) + self.D * x_wide) * F.silu(z.to(wide))  # (B, E)
-        return self.out_proj(y.to(x.dtype)), MambaState(window[:, 1:], h)
+        y, *state = mamba_step(
+            x, z, state.conv, state.ssm, self.conv.weight[:, 0], self.x_proj.weight, self.dt_proj.weight, self.dt_bias,
+            self.A_log, self.D, self.conv.bias, self.discretization, self.decode,
+        )  # fmt: skip
+        return self.out_proj(y), MambaState(*state)
 
-    def _scan(self, u: Tensor, conv_state: Tensor | None, ssm_state: Tensor | None) -> tuple[Tensor, MambaState]:
+    def _run(self, u: Tensor, conv_state: Tensor | None, ssm_state: Tensor | None) -> tuple[Tensor, MambaState]:
+        if all(map(is_plain, (self.in_proj, self.x_proj, self.dt_proj, self.out_proj))):
+            y, conv_state, ssm_state = mamba_inner(
+                u, self.in_proj.weight, self.conv.weight[:, 0], self.x_proj.weight, self.dt_proj.weight, self.dt_bias,
+                self.A_log, self.D, self.out_proj.weight, self.in_proj.bias, self.conv.bias, self.out_proj.bias,
+                conv_state, ssm_state, None, self.discretization, self.checkpoint_level, self.scan,
+            )  # fmt: skip
+            return y, MambaState(conv_state, ssm_state)
+        if self.checkpoint_level == 0 or not torch.is_grad_enabled():
+            return self._compose(u, conv_state, ssm_state)
+        return checkpoint(self._compose, u, conv_state, ssm_state, use_reentrant=False)
+
+    def _compose(self, u: Tensor, conv_state: Tensor | None, ssm_state: Tensor | None) -> tuple[Tensor, MambaState]:
+        """What `mamba_inner` computes, each projection called as a module."""
         x, z = self.in_proj(u).chunk(2, dim=-1)  # (B, L, E) each
         x, conv_state = causal_conv1d(x, self.conv.weight[:, 0], self.conv.bias, "silu", conv_state)
-        dt, B, C = self._project(x)
+        dt, B, C = self.x_proj(x).split((self.dt_rank, self.d_state, self.d_state), dim=-1)
         y, ssm_state = selective_scan(
-            x, dt, -self.A_log.exp(), B.unsqueeze(2), C.unsqueeze(2), self.D, z, self.dt_bias,
+            x, self.dt_proj(dt), -self.A_log.exp(), B.unsqueeze(2), C.unsqueeze(2), self.D, z, self.dt_bias,
             discretization=self.discretization, initial_state=ssm_state, impl=self.scan,
         )  # fmt: skip
         return self.out_proj(y), MambaState(conv_state, ssm_state)
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x (..., E) -> Δ before its bias and softplus (..., E), B and C (..., N)."""
-        dt, B, C = self.x_proj(x).split((self.dt_rank, self.d_state, self.d_state), dim=-1)
-        return self.dt_proj(dt), B, C
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether reading its weight is all there is to calling it: an nn.Linear, not a subclass, that nothing watches."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return type(module) is nn.Linear and not any(hooks)
 
 
 def inverse_softplus(y: Tensor) -> Tensor:

@@ -1,0 +1,109 @@
+"""Times the Mamba node at each level beside the composition of the same kernels, and what each keeps and peaks at.
+
+    python -m seqmix_kernels.mamba_inner.bench [--shapes 8x2048x768,...] [--dtype bfloat16] [--count 30]
+
+A shape is B x L x M; E = 2M, N = 16, R = M/16, four taps. Medians of CUDA-event timings. kept: bytes a token that are
+allocated between forward and backward, without the output; peak: MiB of one forward + backward above the inputs.
+"""
+
+import argparse
+import json
+import statistics
+
+import torch
+
+from .inner import Given
+from .op import LEVELS, mamba_inner
+from .reference import reference
+
+
+def inputs(batch: int, length: int, d_model: int, dtype: torch.dtype, device: str = "cuda") -> dict:
+    """The tensors of a call as training under autocast has them: u in `dtype`, parameters in float32."""
+    width, n, rank, taps = 2 * d_model, 16, max(1, d_model // 16), 4
+    g = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape, scale=1.0):
+        return torch.randn(*shape, generator=g, device=device) * scale
+
+    made = {
+        "u": normal(batch, length, d_model).to(dtype), "in_proj": normal(2 * width, d_model, scale=d_model**-0.5),
+        "conv": normal(width, taps, scale=0.5), "conv_bias": normal(width, scale=0.1),
+        "x_proj": normal(rank + 2 * n, width, scale=width**-0.5), "dt_proj": normal(width, rank, scale=rank**-0.5),
+        "dt_bias": normal(width) - 4, "A_log": torch.arange(1.0, n + 1, device=device).log().repeat(width, 1),
+        "D": torch.ones(width, device=device), "out_proj": normal(d_model, width, scale=width**-0.5),
+    }  # fmt: skip
+    return {name: t.requires_grad_() for name, t in made.items()}
+
+
+def variants(dtype: torch.dtype) -> dict:
+    def composed(**tensors):
+        with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+            return reference(*(tensors.get(name) for name in Given._fields), "euler", "auto")[0]
+
+    def node(level):
+        def run(**tensors):
+            with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+                return mamba_inner(**tensors, level=level)[0]
+
+        return run
+
+    return {"composition": composed} | {f"level {level}": node(level) for level in LEVELS}
+
+
+def milliseconds(call, count: int) -> float:
+    times = []
+    for i in range(count + 3):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        stop.record()
+        torch.cuda.synchronize()
+        if i >= 3:
+            times.append(start.elapsed_time(stop))
+    return statistics.median(times)
+
+
+def memory(run, leaves: dict) -> tuple[int, int]:
+    """Bytes allocated after the forward beyond the output, and the peak above the inputs, gradients included."""
+
+    def both(after_forward=lambda: None):
+        y = run(**leaves)
+        after_forward()
+        torch.autograd.grad(y, list(leaves.values()), torch.ones_like(y))
+        return y.numel() * y.element_size()
+
+    both()  # workspaces of the libraries are not ours
+    before, seen = torch.cuda.memory_allocated(), []
+    torch.cuda.reset_peak_memory_stats()
+    output = both(lambda: seen.append(torch.cuda.memory_allocated() - before))
+    return seen[0] - output, torch.cuda.max_memory_allocated() - before
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m seqmix_kernels.mamba_inner.bench", description=__doc__)
+    parser.add_argument("--shapes", default="8x2048x768,8x2048x1536,1x65536x768")
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--count", type=int, default=30)
+    args = parser.parse_args(argv)
+    dtype = getattr(torch, args.dtype)
+    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "dtype": args.dtype}
+    for shape in args.shapes.split(","):
+        batch, length, d_model = map(int, shape.split("x"))
+        leaves = inputs(batch, length, d_model, dtype)
+        for name, run in variants(dtype).items():
+            kept, peak = memory(run, leaves)
+            dy = torch.randn_like(leaves["u"])
+
+            def both(run=run, dy=dy, leaves=leaves):
+                torch.autograd.grad(run(**leaves), list(leaves.values()), dy)
+
+            with torch.no_grad():
+                forward = milliseconds(lambda run=run, leaves=leaves: run(**leaves), args.count)
+            row = {"B": batch, "L": length, "M": d_model, "variant": name, "fwd_ms": forward,
+                   "fwd_bwd_ms": milliseconds(both, args.count), "kept_bytes_a_token": kept / (batch * length),
+                   "peak_mib": peak / 2**20}  # fmt: skip
+            print(json.dumps(about | row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

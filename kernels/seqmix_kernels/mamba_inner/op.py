@@ -1,0 +1,241 @@
+"""The public operator: its contract, the choice of an implementation, the registered op."""
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ..causal_conv1d.op import why_not as convolution_why_not
+from ..selective_scan.op import which_impl, why_not
+from . import inner
+from .inner import Given, Saved
+from .reference import reference
+
+LEVELS = (0, 1, 2)
+
+
+def mamba_inner(
+    u: Tensor,
+    in_proj: Tensor,
+    conv: Tensor,
+    x_proj: Tensor,
+    dt_proj: Tensor,
+    dt_bias: Tensor,
+    A_log: Tensor,
+    D: Tensor,
+    out_proj: Tensor,
+    in_bias: Tensor | None = None,
+    conv_bias: Tensor | None = None,
+    out_bias: Tensor | None = None,
+    conv_state: Tensor | None = None,
+    ssm_state: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    discretization: str = "euler",
+    level: int = 1,
+    scan: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A Mamba block's inside, u to out, from a state to a state (Gu and Dao 2023, figure 3).
+
+    With a compiled scan ("cpu", "fused") it is one autograd node that saves for its backward, and makes again there:
+
+        level 0   saves all that is expensive
+        level 1   makes the convolution's output and Δ again: one convolution, one product with W_Δ
+        level 2   saves u alone and runs the forward again
+
+    `saved_bytes` counts them. With a scan in plain torch it is the composition in reference.py; levels 1 and 2 then
+    save the inputs alone (torch.utils.checkpoint).
+
+    Args:
+        u: (B, L, M); float32, bfloat16, float16 or float64.
+        in_proj: (2E, M), x before z. conv: (E, W). x_proj: (R + 2N, E), δ before B before C. dt_proj: (E, R).
+            out_proj: (M, E). in_bias: (2E,). conv_bias: (E,). out_bias: (M,). All in u's dtype or, under autocast and
+            for conv, float32.
+        dt_bias, D: (E,). A_log: (E, N), A = -exp(A_log). float32 (float64 where u is).
+        conv_state: (B, W-1, E), see `causal_conv1d`. ssm_state: (B, E, N), see `selective_scan`. Zeros if None.
+        seq_idx: (B, L) integers; where it changes both states are forgotten.
+        discretization: "euler" or "zoh".
+        level: one of LEVELS.
+        scan: an implementation of `selective_scan`; the convolution is taken to match.
+
+    Returns:
+        out (B, L, M) in u's dtype, and the two states after the last step. All is differentiable, the states too.
+
+    Under autocast u and the states of the convolution are cast to the autocast dtype, and so is each weight where it is
+    used; gradients come in the dtype of what they belong to.
+
+    Raises:
+        ValueError: a shape, dtype, device or name that does not fit, or a scan that cannot run here.
+    """
+    device = u.device.type
+    if u.dtype != torch.float64 and torch.is_autocast_enabled(device):
+        u = u.to(torch.get_autocast_dtype(device))
+    given = Given(u, in_proj, in_bias, conv, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, out_proj, out_bias,
+                  conv_state, ssm_state, seq_idx)  # fmt: skip
+    _check(given, level)
+    name = _compiled(u, conv, scan)
+    if name is not None:
+        if conv_state is not None:
+            given = given._replace(conv_state=conv_state.to(u.dtype))
+        save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
+        return torch.ops.seqmix.mamba_inner_fwd(*given, discretization, level, save, name)[:3]
+    if level == 0 or not torch.is_grad_enabled():
+        return reference(*given, discretization, scan)
+    return checkpoint(reference, *given, discretization, scan, use_reentrant=False, preserve_rng_state=False)
+
+
+def _compiled(u: Tensor, conv: Tensor, scan: str) -> str | None:
+    """The backend of the node; None for the composition: a scan in plain torch, or more taps than the compiled
+    convolution takes."""
+    name = which_impl(u)[0] if scan == "auto" else scan
+    if name not in ("cpu", "fused"):
+        return None
+    reason = why_not(name, u)
+    if reason:
+        raise ValueError(f"scan={scan!r} cannot run here: {reason}")
+    return name if convolution_why_not(name, u, conv) is None else None
+
+
+def saved_bytes(d_model: int, width: int, n: int, rank: int, itemsize: int, level: int, state_bytes: float) -> float:
+    """Bytes a token that the node keeps for its backward, u included (the block before it may hold u as well).
+
+    width: E. itemsize: of u. state_bytes: of the scan's states per (b, t, d); see `boundary_spec` of its backends. The
+    parameters it keeps are the caller's own.
+    """
+    kept = d_model * itemsize
+    if level <= 1:
+        kept += (2 * width + width + rank + 2 * n) * itemsize + width * state_bytes
+    if level == 0:
+        kept += 2 * width * itemsize
+    return kept
+
+
+# ---- the registered op ----------------------------------------------------------------------------------------------
+
+_INPUTS = (
+    "Tensor u, Tensor in_proj, Tensor? in_bias, Tensor conv, Tensor? conv_bias, Tensor x_proj, Tensor dt_proj, "
+    "Tensor dt_bias, Tensor A_log, Tensor D, Tensor out_proj, Tensor? out_bias, Tensor? conv_state, Tensor? ssm_state, "
+    "Tensor? seq_idx, "
+)
+_SAVED = "Tensor xz, Tensor x, Tensor dt, Tensor dbc, Tensor y, Tensor boundary, Tensor gate"
+torch.library.define(
+    "seqmix::mamba_inner_fwd",
+    f"({_INPUTS}str discretization, int level, bool save, str backend) -> "
+    f"(Tensor out, Tensor conv_final, Tensor ssm_final, {_SAVED})",
+)
+torch.library.define(
+    "seqmix::mamba_inner_bwd",
+    f"(Tensor dout, Tensor? dconv_final, Tensor? dssm_final, {_INPUTS}{_SAVED}, str discretization, int level, str backend)"
+    f" -> ({', '.join(['Tensor'] * (len(Given._fields) - 1))})",
+)
+
+
+@torch.library.impl("seqmix::mamba_inner_fwd", "CompositeExplicitAutograd")
+def _forward(*args):
+    *given, discretization, level, save, backend = args
+    given = Given(*given)
+    with torch.autocast(given.u.device.type, enabled=False):
+        *results, saved = inner.forward(given, level, save, inner.operators(backend, discretization))
+    return (*results, *saved)
+
+
+@torch.library.impl("seqmix::mamba_inner_bwd", "CompositeExplicitAutograd")
+def _backward_op(dout, dconv_final, dssm_final, *args):
+    *tensors, discretization, level, backend = args
+    given, saved = Given(*tensors[: len(Given._fields)]), Saved(*tensors[len(Given._fields) :])
+    with torch.autocast(dout.device.type, enabled=False):
+        run = inner.operators(backend, discretization)
+        grads = inner.backward(dout, dconv_final, dssm_final, given, saved, level, run)
+    return tuple(dout.new_empty(0) if grad is None else grad for grad in grads)
+
+
+@torch.library.register_fake("seqmix::mamba_inner_fwd")
+def _fake_forward(*args):
+    *given, discretization, level, save, backend = args
+    g = Given(*given)
+    batch, length, _ = g.u.shape
+    width, n = g.A_log.shape
+    wide, narrow = g.u.new_empty(batch, length, width), g.u.new_empty(batch, length, g.x_proj.shape[0])
+    keep = save and level < 2
+    # the scan's own saved tensors have the shapes that its fake says
+    states, final = narrow[..., :n].unsqueeze(2), g.A_log.new_empty(batch, width, n)
+    _, _, boundary, gate = torch.ops.seqmix.selective_scan_fwd(
+        wide, wide, g.A_log, states, states, g.D, wide, g.dt_bias, None, None, True, discretization, None, keep, backend
+    )
+    saved = Saved(g.u.new_empty(batch, length, 2 * width), wide, wide.clone(), narrow, wide.clone(), boundary, gate)
+    dropped = Saved._fields if not keep else ("x", "dt") if level >= 1 else ()
+    saved = saved._replace(**{name: g.u.new_empty(0) for name in dropped})
+    return g.u.new_empty(g.u.shape), g.u.new_empty(batch, g.conv.shape[1] - 1, width), final, *saved
+
+
+@torch.library.register_fake("seqmix::mamba_inner_bwd")
+def _fake_backward(dout, dconv_final, dssm_final, *args):
+    given = Given(*args[: len(Given._fields)])
+    return tuple(dout.new_empty(0) if t is None else t.new_empty(t.shape) for t in given[:-1])
+
+
+def _setup_context(ctx, inputs, output):
+    *given, ctx.discretization, ctx.level, _, ctx.backend = inputs
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[3:])
+    ctx.save_for_backward(*given, *output[3:])
+
+
+def _backward(ctx, dout, dconv_final, dssm_final, *_):
+    saved = ctx.saved_tensors
+    given = saved[: len(Given._fields)]
+    if dout is None:
+        dout = given[0].new_zeros(1, 1, 1).expand(given[0].shape)
+    grads = torch.ops.seqmix.mamba_inner_bwd(
+        dout, dconv_final, dssm_final, *saved, ctx.discretization, ctx.level, ctx.backend
+    )
+    grads = (None if t is None else grad for t, grad in zip(given[:-1], grads, strict=True))
+    return *grads, *(None,) * 5  # seq_idx and the four settings
+
+
+def _no_second_derivative(ctx, *_):
+    raise NotImplementedError('the Mamba node has no second derivative; scan="sequential" has one')
+
+
+torch.library.register_autograd("seqmix::mamba_inner_fwd", _backward, setup_context=_setup_context)
+torch.library.register_autograd("seqmix::mamba_inner_bwd", _no_second_derivative)
+
+
+# ---- contract -------------------------------------------------------------------------------------------------------
+
+
+def _check(g: Given, level: int) -> None:
+    """What the products of matrices would take without a word, or refuse in words that name nothing."""
+    if level not in LEVELS:
+        raise ValueError(f"level must be one of {', '.join(map(str, LEVELS))}; got {level!r}")
+    if g.u.dim() != 3:
+        raise ValueError(f"u must be (B, L, M); got shape {tuple(g.u.shape)}")
+    if g.A_log.dim() != 2:
+        raise ValueError(f"A_log must be (E, N); got shape {tuple(g.A_log.shape)}")
+    if g.dt_proj.dim() != 2 or g.conv.dim() != 2:
+        name, t = ("dt_proj", g.dt_proj) if g.dt_proj.dim() != 2 else ("conv", g.conv)
+        raise ValueError(f"{name} must have two dimensions; got shape {tuple(t.shape)}")
+    (batch, length, d_model), (width, n), rank, taps = g.u.shape, g.A_log.shape, g.dt_proj.shape[1], g.conv.shape[1]
+    autocast = torch.is_autocast_enabled(g.u.device.type)
+    own = torch.float64 if g.u.dtype == torch.float64 else torch.float32
+    shapes = Given(
+        (batch, length, d_model), (2 * width, d_model), (2 * width,), (width, taps), (width,), (rank + 2 * n, width),
+        (width, rank), (width,), (width, n), (width,), (d_model, width), (d_model,), (batch, taps - 1, width),
+        (batch, width, n), (batch, length),
+    )  # fmt: skip
+    for name, t, shape in zip(Given._fields, g, shapes, strict=True):
+        if t is None:
+            continue
+        if t.shape != shape:
+            raise ValueError(f"{name} must have shape {shape}; got {tuple(t.shape)}")
+        if t.device != g.u.device:
+            raise ValueError(f"{name} must be on {g.u.device} like u; got {t.device}")
+        if name == "seq_idx":
+            if t.is_floating_point() or t.is_complex() or t.dtype == torch.bool:
+                raise ValueError(f"{name} must hold integers; got {t.dtype}")
+        elif name in ("dt_bias", "A_log", "D", "ssm_state"):
+            if t.dtype != own:
+                raise ValueError(f"{name} must be {own} where u is {g.u.dtype}; got {t.dtype}")
+        elif name in ("conv", "conv_bias", "conv_state") or autocast:
+            if not t.is_floating_point():
+                raise ValueError(f"{name} must hold real numbers; got {t.dtype}")
+        elif t.dtype != g.u.dtype:
+            raise ValueError(f"{name} must be {g.u.dtype} like u; got {t.dtype}")

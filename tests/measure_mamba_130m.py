@@ -1,0 +1,139 @@
+"""Measures Mamba at the 130M size (24 layers of 768, 50277 tokens) on a GPU: a training step, or decoding.
+
+    python tests/measure_mamba_130m.py train  [--batch 8] [--length 2048] [--levels 0,1,2] [--compile]
+    python tests/measure_mamba_130m.py decode [--batches 1,64] [--prompt 2048] [--tokens 128]
+
+Training: float32 parameters, bfloat16 autocast, fused AdamW, cross-entropy over all positions; peak is what torch's
+allocator held at most in a step after the first. Decoding: bfloat16 weights, float32 states, the whole model and the choice
+of the next token in one CUDA graph, one replay a token. Times are medians of CUDA-event timings. One JSON line a point.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from seqmix.measure import environment, state_bytes, tensors
+from seqmix.mixers.mamba import Mamba
+from seqmix.model import SequenceModel
+
+SIZES = dict(vocab_size=50277, d_model=768, n_layer=24)
+
+
+def median_ms(call, count):
+    """Median over `count` calls after two, and the interquartile range."""
+    times = []
+    for i in range(count + 2):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        stop.record()
+        torch.cuda.synchronize()
+        if i > 1:
+            times.append(start.elapsed_time(stop))
+    q1, q2, q3 = statistics.quantiles(times, n=4)
+    return q2, q3 - q1
+
+
+def train(args):
+    for level in map(int, args.levels.split(",")):
+        torch.manual_seed(0)
+        with torch.device("cuda"):
+            model = SequenceModel(**SIZES, mixer=partial(Mamba, checkpoint_level=level))
+        run = torch.compile(model) if args.compile else model
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        tokens = torch.randint(SIZES["vocab_size"], (args.batch, args.length + 1), device="cuda")
+
+        def step(run=run, optimizer=optimizer, tokens=tokens):
+            with torch.autocast("cuda", torch.bfloat16):
+                logits = run(tokens[:, :-1])
+            loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+            del logits
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            return loss
+
+        first = step().item()
+        step()
+        torch.cuda.reset_peak_memory_stats()
+        ms, iqr = median_ms(step, args.count)
+        row = {"level": level, "compiled": args.compile, "batch": args.batch, "length": args.length, "ms": round(ms, 2),
+               "iqr_ms": round(iqr, 2), "tokens_per_second": round(args.batch * args.length / ms * 1e3),
+               "peak_mib": round(torch.cuda.max_memory_allocated() / 2**20), "first_loss": first}  # fmt: skip
+        print(json.dumps(row), flush=True)
+        del model, run, optimizer, step
+        torch.compiler.reset()
+        torch.cuda.empty_cache()
+
+
+@torch.no_grad()
+def decode(args):
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = SequenceModel(**SIZES, mixer=Mamba).eval()
+    for module in model.modules():  # what autocast would cast at every call
+        if isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
+            module.to(torch.bfloat16)
+    for batch, decode in itertools.product(map(int, args.batches.split(",")), args.decode.split(",")):
+        for block in model.blocks:
+            block.mixer.decode = decode
+        prompt = torch.randint(SIZES["vocab_size"], (batch, args.prompt), device="cuda")
+        with torch.autocast("cuda", torch.bfloat16):
+            logits, state = model.prefill(prompt, model.init_state(batch))
+        token, state = logits[:, -1].argmax(-1), [t.clone() for t in tensors(state)]
+        del logits
+
+        def one(token=token, state=state):
+            """In the buffers `token` and `state`: the next token and the state after this one."""
+            pairs = iter(state)
+            nested = tuple(type(s)(*(next(pairs) for _ in s)) for s in model.init_state(0))
+            with torch.autocast("cuda", torch.bfloat16):
+                logits, after = model.step(token, nested)
+            token.copy_(logits.argmax(-1))
+            torch._foreach_copy_(state, list(tensors(after)))
+
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            one()
+            one()
+        torch.cuda.synchronize()
+        if args.profile:
+            with torch.profiler.profile() as prof:
+                one()
+                torch.cuda.synchronize()
+            table = prof.key_averages().table(sort_by="device_time_total", row_limit=args.profile, max_name_column_width=60)
+            wanted = ("Self CUDA", "void", "kernel")
+            print("\n".join(line for line in table.splitlines() if any(w in line for w in wanted)), flush=True)
+        eager, _ = median_ms(one, 5)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            one()
+        ms, iqr = median_ms(lambda graph=graph: [graph.replay() for _ in range(args.tokens)], 5)
+        ms, iqr = ms / args.tokens, iqr / args.tokens
+        row = {"batch": batch, "prompt": args.prompt, "ms_a_token": round(ms, 4), "iqr_ms": round(iqr, 5),
+               "tokens_per_second": round(batch / ms * 1e3), "eager_ms_a_token": round(eager, 3),
+               "state_bytes_a_row": state_bytes(state) // batch, "decode": decode}  # fmt: skip
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=["train", "decode"])
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--levels", default="0,1,2")
+    parser.add_argument("--count", type=int, default=10, help="steps timed")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--batches", default="1,64")
+    parser.add_argument("--prompt", type=int, default=2048)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--decode", default="fused", help="implementations of the step, separated by commas")
+    parser.add_argument("--profile", type=int, default=0, help="print so many rows of a profile of one eager step")
+    args = parser.parse_args()
+    print(json.dumps(environment(torch.device("cuda"))), flush=True)
+    {"train": train, "decode": decode}[args.what](args)
