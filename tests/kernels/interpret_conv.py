@@ -18,7 +18,9 @@ CASES = [  # B, L, D, W, dtype, silu, what is given
     (1, 19, 4, 2, "float32", True, "bias seq"),
     (1, 9, 4, 1, "float32", True, "bias state"),
     (1, 3, 4, 4, "float32", False, "bias state seq"),
-    (1, 150, 4, 4, "float32", True, ""),
+    (1, 43, 4, 4, "float32", True, ""),
+    (1, 43, 4, 4, "float32", True, "bias state seq"),
+    (1, 30, 4, 6, "float32", True, "bias state"),
     (1, 20, 4, 4, "float16", True, "bias state"),
 ]
 
@@ -60,5 +62,6 @@ def case(batch, length, width, taps, dtype, silu, given):
 
 
 if __name__ == "__main__":
+    fused.BLOCK, fused.SPAN, fused.BWD_SPAN = 64, 8, 16  # several programs along both axes, in little time
     for c in CASES:
         print(json.dumps({"case": str(c)} | case(*c)), flush=True)
