@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from seqmix.channel_mixers import GELUMLP, SwiGLU
 from seqmix.mixers.mamba import Mamba
-from seqmix.mixers.s4d import S4D
+from seqmix.mixers.s4d import StateSpace
 from seqmix.model import Block, SequenceModel
 from seqmix.optim import param_groups
 
@@ -164,7 +164,7 @@ def test_parameters_are_in_one_group_each_and_survive_training_without_gradients
     for _ in range(20):  # a decayed parameter moves in the first
         optimizer.step()
     special = [p for block in model.blocks for p in block.mixer.parameters(recurse=False) if hasattr(p, "_optim")]
-    assert len(special) == {"mamba": 6, "s4": 8}.get(name, 0)
+    assert len(special) == {"mamba": 6, "s4": 12, "s4d": 8}.get(name, 0)
     for p in special:
         assert group_of[id(p)]["weight_decay"] == 0
     for key, value in model.state_dict().items():
@@ -174,7 +174,7 @@ def test_parameters_are_in_one_group_each_and_survive_training_without_gradients
         dt = F.softplus(mixer.dt_bias)
         assert dt.min() >= 1e-3 * (1 - 1e-5) and dt.max() <= 0.1 * (1 + 1e-5)
         assert torch.equal(mixer.A_log, torch.arange(1.0, 17.0).log().expand(128, 16))
-    for mixer in mixers(model, S4D):
+    for mixer in mixers(model, StateSpace):
         for p in (mixer.log_dt, mixer.A_log_decay, mixer.A_imag):
             assert group_of[id(p)]["lr"] <= 1e-3
         assert group_of[id(mixer.C)]["lr"] == 3e-3

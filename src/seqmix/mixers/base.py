@@ -61,6 +61,18 @@ class Mixer(nn.Module):
 
         return super()._apply(stop_at_float32, recurse=False)
 
+    # A copied or pickled parameter loses its attributes, and with them the marks of `no_weight_decay`
+
+    def __getstate__(self) -> dict:
+        marks = {name: p._optim for name, p in self._parameters.items() if hasattr(p, "_optim")}
+        return self.__dict__ | {"_marks": marks}
+
+    def __setstate__(self, state: dict) -> None:
+        marks = state.pop("_marks")
+        super().__setstate__(state)
+        for name, mark in marks.items():
+            self._parameters[name]._optim = mark
+
 
 def no_weight_decay(parameter: nn.Parameter, lr_scale: float = 1.0, max_lr: float | None = None) -> nn.Parameter:
     """Declare, where a parameter is made, that it is not decayed and how its learning rate differs.

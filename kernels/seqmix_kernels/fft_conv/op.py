@@ -1,0 +1,233 @@
+"""The public long convolution: its contract, the choice of an implementation, the registered op."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import torch_forms
+from .reference import activate, reference
+
+log = logging.getLogger(__name__)
+
+IMPLS = ("auto", "reference", "torch", "fused")
+ACTIVATIONS = (None, "gelu", "silu")
+
+
+def fft_conv(
+    u: Tensor,
+    kernel: Tensor,
+    D: Tensor | None = None,
+    activation: str | None = None,
+    gate: Tensor | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """Causal convolution with a kernel as long as the sequence, in O(L log L), its skip, activation and gate with it.
+
+        y_t = act(Σ_{s<=t} kernel_{t-s} u_s + D u_t) ∘ gate_t
+
+    Args:
+        u: (B, L, D), channel-last, any strides; float32, bfloat16, float16 or float64.
+        kernel: (D, K), float32, or float64 for u in float64; taps beyond L are not used, missing ones count as zero.
+        D: (D,) float32 or float64, or None.
+        activation: None, "gelu" (exact) or "silu".
+        gate: (B, L, D) in u's dtype, or None.
+        impl: one of IMPLS; "auto" is what `which_impl` answers.
+
+    Returns:
+        y (B, L, D) in u's dtype. Transforms run in float32 whatever that is (float64 for float64): 16-bit ones know
+        powers of two only. Kept for the backward are the arguments and, with an activation or a gate, what stood
+        before it, in u's dtype; no spectrum. Under autocast u and gate are cast to the autocast dtype.
+
+    Raises:
+        ValueError: a shape, dtype, device or name that does not fit, or an implementation that cannot run here.
+    """
+    u, gate = _autocast(u, gate)
+    _check(u, kernel, D, activation, gate)
+    name = _choose(u, impl)
+    kernel = kernel[:, : max(1, u.shape[1])]
+    with torch.autocast(u.device.type, enabled=False):
+        if u.numel() == 0:
+            return u.clone()
+        if name == "reference":
+            return reference(u, kernel, D, activation, gate)
+        y, _ = torch.ops.seqmix.fft_conv_fwd(u, kernel, D, gate, activation, name)
+    return y
+
+
+def fft_conv_carry(
+    u: Tensor,
+    kernel: Tensor,
+    state: Tensor,
+    D: Tensor | None = None,
+    activation: str | None = None,
+    gate: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`fft_conv` of a piece of a sequence: from a state to a state, so that pieces of any lengths equal the whole.
+
+    Args:
+        state: (B, K-1, D) float32 (float64 for float64): what the inputs before add to the next K-1 sums; zeros at
+            the start. The others are those of `fft_conv`; all taps count, whatever L is. In plain torch.
+
+    Returns:
+        y (B, L, D) and the state after it. Differentiable in all, the states too.
+    """
+    u, gate = _autocast(u, gate)
+    _check(u, kernel, D, activation, gate)
+    acc, (batch, length, width) = torch.promote_types(u.dtype, torch.float32), u.shape
+    wanted = (batch, kernel.shape[1] - 1, width)
+    if state.shape != wanted or state.dtype != acc:
+        raise ValueError(f"state must be {acc} of shape {wanted}; got {state.dtype} of {tuple(state.shape)}")
+    if u.numel() == 0:
+        return u.clone(), state
+    with torch.autocast(u.device.type, enabled=False):
+        wide = u.to(acc)
+        p = torch_forms.linear(wide.mT, kernel.to(acc)).mT + F.pad(state, (0, 0, 0, length))  # (B, L + K - 1, D)
+        p, state = p.split((length, kernel.shape[1] - 1), dim=1)
+        y = activate(p if D is None else p + D.to(acc) * wide, activation)
+        return (y if gate is None else y * gate.to(acc)).to(u.dtype), state
+
+
+def which_impl(u: Tensor) -> tuple[str, str]:
+    """What "auto" takes for inputs like these, and why."""
+    if u.is_cuda:
+        reason = why_not("fused", u)
+        if reason is None:
+            return "fused", "fused GPU kernels around cuFFT"
+        return "torch", f"fused cannot run: {reason}"
+    return "torch", "plain torch"
+
+
+def why_not(impl: str, u: Tensor) -> str | None:
+    """Why `impl` cannot run on inputs like these; None if it can."""
+    if impl == "fused":
+        try:
+            return _fused().why_not(u)
+        except ImportError as missing:
+            return f"its kernels cannot be imported ({missing})"
+    return None
+
+
+def _fused():
+    from . import fused  # imports Triton, which a machine without a GPU may lack
+
+    return fused
+
+
+def _autocast(u: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    if u.dtype != torch.float64 and torch.is_autocast_enabled(u.device.type):
+        u = u.to(torch.get_autocast_dtype(u.device.type))
+        gate = None if gate is None else gate.to(u.dtype)
+    return u, gate
+
+
+def _choose(u: Tensor, impl: str) -> str:
+    if impl == "auto":
+        name, reason = which_impl(u)
+        if not torch.compiler.is_compiling():
+            _say_once(u.device.type, u.dtype, name, reason)
+        return name
+    if impl not in IMPLS:
+        raise ValueError(f"impl must be one of {', '.join(IMPLS)}; got {impl!r}")
+    reason = why_not(impl, u)
+    if reason:
+        raise ValueError(f"impl={impl!r} cannot run here: {reason}")
+    return impl
+
+
+@functools.cache
+def _say_once(device: str, dtype: torch.dtype, name: str, reason: str) -> None:
+    log.info("fft_conv on %s in %s takes %s: %s", device, dtype, name, reason)
+
+
+# ---- the registered op ----------------------------------------------------------------------------------------------
+
+_INPUTS = "Tensor u, Tensor kernel, Tensor? D, Tensor? gate"
+torch.library.define("seqmix::fft_conv_fwd", f"({_INPUTS}, str? activation, str backend) -> (Tensor y, Tensor p)")
+torch.library.define(
+    "seqmix::fft_conv_bwd",
+    f"(Tensor dy, {_INPUTS}, Tensor p, str? activation, str backend) -> (Tensor du, Tensor dkernel, Tensor dD, Tensor dgate)",
+)
+
+
+def _backend(name: str):
+    return torch_forms if name == "torch" else _fused()
+
+
+@torch.library.impl("seqmix::fft_conv_fwd", "CompositeExplicitAutograd")
+def _forward(*args):
+    *args, backend = args
+    return _backend(backend).forward(*args)
+
+
+@torch.library.impl("seqmix::fft_conv_bwd", "CompositeExplicitAutograd")
+def _backward_op(*args):
+    *args, backend = args
+    with torch.autocast(args[0].device.type, enabled=False):  # a backward pass may be called under it
+        return _backend(backend).backward(*args)
+
+
+@torch.library.register_fake("seqmix::fft_conv_fwd")
+def _(u, kernel, D, gate, activation, backend):
+    kept = (0,) if activation is None and gate is None else u.shape
+    return u.new_empty(u.shape), u.new_empty(kept)
+
+
+@torch.library.register_fake("seqmix::fft_conv_bwd")
+def _(dy, u, kernel, D, gate, p, activation, backend):
+    none = u.new_empty(0, dtype=torch.promote_types(u.dtype, torch.float32))
+    return (
+        u.new_empty(u.shape), kernel.new_empty(kernel.shape), none if D is None else D.new_empty(D.shape),
+        none if gate is None else gate.new_empty(gate.shape),
+    )  # fmt: skip
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, ctx.activation, ctx.backend = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, output[1])
+
+
+def _backward(ctx, dy, dp):
+    assert dp is None, "p is not handed out"
+    u, kernel, D, gate, p = ctx.saved_tensors
+    du, dkernel, dD, dgate = torch.ops.seqmix.fft_conv_bwd(dy, u, kernel, D, gate, p, ctx.activation, ctx.backend)
+    return du, dkernel, None if D is None else dD, None if gate is None else dgate, None, None
+
+
+def _no_second_derivative(ctx, *_):
+    raise NotImplementedError('this convolution has no second derivative; impl="reference" has one')
+
+
+torch.library.register_autograd("seqmix::fft_conv_fwd", _backward, setup_context=_setup_context)
+torch.library.register_autograd("seqmix::fft_conv_bwd", _no_second_derivative)
+
+
+# ---- contract -------------------------------------------------------------------------------------------------------
+
+
+def _check(u, kernel, D, activation, gate) -> None:
+    if u.dim() != 3:
+        raise ValueError(f"u must be (B, L, D); got shape {tuple(u.shape)}")
+    if not u.is_floating_point():
+        raise ValueError(f"u must be float32, bfloat16, float16 or float64; got {u.dtype}")
+    width = u.shape[2]
+    if kernel.dim() != 2 or kernel.shape[0] != width or kernel.shape[1] < 1:
+        raise ValueError(f"kernel must be (D, K) with D = {width} and K >= 1; got shape {tuple(kernel.shape)}")
+    wanted = (("kernel", kernel, tuple(kernel.shape)), ("D", D, (width,)), ("gate", gate, tuple(u.shape)))
+    for name, t, shape in wanted:
+        if t is None:
+            continue
+        if t.shape != shape:
+            raise ValueError(f"{name} must have shape {shape}; got {tuple(t.shape)}")
+        if t.device != u.device:
+            raise ValueError(f"{name} must be on {u.device} like u; got {t.device}")
+        allowed = (u.dtype,) if name == "gate" else (torch.promote_types(u.dtype, torch.float32),)
+        if t.dtype not in allowed:
+            raise ValueError(f"{name} must be {allowed[0]}; got {t.dtype}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be None, 'gelu' or 'silu'; got {activation!r}")

@@ -1,0 +1,93 @@
+"""The long causal convolution by zero-padded real FFT in plain torch, forward and backward by hand.
+
+The product of two transforms of length n is a circular convolution, so a piece of T inputs and K taps needs
+n >= T + K - 1: at less, its end would wrap around and the future would reach the past. Where K is much shorter than L
+the input is cut into pieces and what each adds to the next is added there (overlap-add).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .reference import activate
+
+
+def fft_length(least: int) -> int:
+    """The least of 2^k, 3·2^k, 5·2^k, 9·2^k and 15·2^k that is >= `least`: lengths any FFT library is fast at."""
+    return min(m << max(0, (-(-least // m) - 1).bit_length()) for m in (1, 3, 5, 9, 15))
+
+
+def pieces(length: int, taps: int) -> tuple[int, int]:
+    """T, the inputs of a piece, and n, the length of its transforms. One piece unless the taps are few."""
+    if 4 * taps > length:
+        return length, fft_length(length + taps - 1)
+    n = fft_length(max(4 * taps, 1024))  # three quarters or more of each transform are input
+    return n - taps + 1, n
+
+
+def spectra(u: Tensor, kernel: Tensor, full: bool = False) -> tuple[Tensor, Tensor, int, int]:
+    """u (B, D, L), kernel (D, K) -> their transforms (B, D, pieces, F) and (D, 1, F), T and n."""
+    T, n = pieces(u.shape[-1], kernel.shape[-1])
+    rows = -(-u.shape[-1] // T)
+    u = F.pad(u, (0, rows * T - u.shape[-1])).unflatten(-1, (rows, T))
+    return torch.fft.rfft(u, n), torch.fft.rfft(kernel, n)[:, None], T, n
+
+
+def linear(u: Tensor, kernel: Tensor) -> Tensor:
+    """The whole convolution, u (B, D, L), kernel (D, K) -> (B, D, L + K - 1)."""
+    L, K = u.shape[-1], kernel.shape[-1]
+    uf, kf, T, n = spectra(u, kernel)
+    y = torch.fft.irfft(uf * kf, n)  # (B, D, pieces, n); without n an odd length would be taken for an even one
+    here, beyond = y[..., :T], y[..., T : T + K - 1]
+    if here.shape[2] == 1:
+        return y[..., 0, : L + K - 1]
+    beyond = F.pad(beyond, (0, T - K + 1, 1, 0)).flatten(-2)  # T >= K - 1: a piece reaches into the next, no further
+    return (F.pad(here, (0, 0, 0, 1)).flatten(-2) + beyond)[..., : L + K - 1]
+
+
+def forward(u, kernel, D, gate, activation: str | None) -> tuple[Tensor, Tensor]:
+    """y (B, L, D), and p before the activation in u's dtype; (0,) where the backward needs none."""
+    acc, L = torch.promote_types(u.dtype, torch.float32), u.shape[1]
+    wide = u.to(acc)
+    p = linear(wide.mT, kernel.to(acc))[..., :L].mT
+    if D is not None:
+        p = p + D.to(acc) * wide
+    y = activate(p, activation)
+    if gate is not None:
+        y = y * gate.to(acc)
+    saved = p.new_empty(0) if activation is None and gate is None else p
+    return _owned(y.to(u.dtype)), _owned(saved.to(u.dtype))
+
+
+def backward(dy, u, kernel, D, gate, p, activation: str | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """du, dkernel, dD, dgate; (0,) for what was not given. Both transforms are made again, not kept."""
+    acc, L, K = torch.promote_types(u.dtype, torch.float32), u.shape[1], kernel.shape[1]
+    none = u.new_empty(0, dtype=acc)
+    wide, g, dgate, dD = u.to(acc), dy.to(acc), none, none
+    if gate is not None:
+        dgate = g * activate(p.to(acc), activation)
+        g = g * gate.to(acc)
+    if activation == "gelu":
+        g = torch.ops.aten.gelu_backward(g, p.to(acc))
+    elif activation == "silu":
+        g = torch.ops.aten.silu_backward(g, p.to(acc))
+    uf, kf, T, n = spectra(wide.mT, kernel.to(acc))
+    rows = uf.shape[2]
+    # a piece of T inputs is seen by the T + K - 1 outputs from its first on
+    seen = F.pad(g.mT, (0, rows * T + K - 1 - L)).unfold(-1, T + K - 1, T)  # (B, D, pieces, T + K - 1)
+    gf = torch.fft.rfft(seen, n)
+    du = torch.fft.irfft(gf * kf.conj(), n)[..., :T].flatten(-2)[..., :L].mT
+    dkernel = torch.fft.irfft((gf * uf.conj()).sum((0, 2)), n)[:, :K]
+    if D is not None:
+        du = du + D.to(acc) * g
+        dD = (g * wide).sum((0, 1)).to(D.dtype)
+    return (
+        _owned(du.to(u.dtype)), _owned(dkernel.to(kernel.dtype)), dD, dgate if gate is None else _owned(dgate.to(gate.dtype)),
+    )  # fmt: skip
+
+
+def _owned(t: Tensor) -> Tensor:
+    """An op's result shares memory with nothing; contiguous, as its fake is."""
+    return t.clone(memory_format=torch.contiguous_format) if t._is_view() or not t.is_contiguous() else t

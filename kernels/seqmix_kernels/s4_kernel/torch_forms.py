@@ -1,0 +1,144 @@
+"""The kernels in plain torch without an (L, N) array, forward and backward by hand; README.md has the derivations.
+
+s4d    l = iQ + j:  Σ_n c_n ā_n^l = Σ_n (c_n ā_n^{iQ}) ā_n^j is a product of two matrices, both small.
+dplr   the sums over modes are products of matrices too: a conjugate pair has one common denominator, and real weights.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+PIECE = 1 << 22  # elements of (D, frequencies, M) held at a time
+
+
+# ---- S4D ------------------------------------------------------------------------------------------------------------
+
+
+def powers(log_a: Tensor, count: int, stride: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """ā^(stride k), k < count: real and imaginary parts, (D, M, count). Angles are taken in log_a's precision."""
+    k = torch.arange(count, device=log_a.device, dtype=log_a.dtype) * stride
+    size, angle = (log_a[..., 0, None] * k).exp(), log_a[..., 1, None] * k
+    return (size * angle.cos()).to(dtype), (size * angle.sin()).to(dtype)
+
+
+def split(length: int) -> tuple[int, int]:
+    """Q and the number of rows of Q that cover the length."""
+    Q = max(1, math.isqrt(length))
+    return Q, -(-length // Q)
+
+
+def s4d_forward(log_a: Tensor, c: Tensor, length: int) -> Tensor:
+    Q, rows = split(length)
+    inner = torch.cat(powers(log_a, Q, 1, c.dtype), -2)  # (D, 2M, Q)
+    re, im = powers(log_a, rows, Q, c.dtype)  # (D, M, rows)
+    cr, ci = c[..., 0, None], c[..., 1, None]
+    outer = torch.cat((cr * re - ci * im, -cr * im - ci * re), -2)  # (..., D, 2M, rows): Re and -Im of c ā^{iQ}
+    return (outer.transpose(-1, -2) @ inner).flatten(-2)[..., :length].contiguous()
+
+
+def s4d_backward(dK: Tensor, log_a: Tensor, c: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """From S = Σ_l dK_l ā^l and T = Σ_l l dK_l ā^l: ∂c = conj(S), ∂log ā = conj(c T), as pairs."""
+    Q, rows = split(length)
+    dK = torch.nn.functional.pad(dK, (0, rows * Q - length)).unflatten(-1, (rows, Q))  # (..., D, rows, Q)
+    inner = torch.cat(powers(log_a, Q, 1, c.dtype), -2).transpose(-1, -2)  # (D, Q, 2M)
+    j = torch.arange(Q, device=c.device, dtype=c.dtype)
+    gr, gi = (dK @ inner).chunk(2, -1)  # (..., D, rows, M): one row's sum
+    hr, hi = ((dK * j) @ inner).chunk(2, -1)
+    first = (torch.arange(rows, device=c.device, dtype=c.dtype) * Q)[:, None]
+    hr, hi = hr + first * gr, hi + first * gi
+    re, im = (t.transpose(-1, -2) for t in powers(log_a, rows, Q, c.dtype))  # (D, rows, M)
+    Sr, Si = ((re * x - im * y).sum(-2) for x, y in ((gr, gi), (gi, -gr)))  # Σ_i ā^{iQ} g: real, imaginary part
+    Tr, Ti = ((re * x - im * y).sum(-2) for x, y in ((hr, hi), (hi, -hr)))
+    cr, ci = c.unbind(-1)
+    dlog = torch.stack((cr * Tr - ci * Ti, -cr * Ti - ci * Tr), -1)
+    return dlog.sum_to_size(log_a.shape).to(log_a.dtype), torch.stack((Sr, -Si), -1)
+
+
+# ---- DPLR -----------------------------------------------------------------------------------------------------------
+
+
+def nodes(length: int, device: torch.device) -> Tensor:
+    """Four float64 numbers a frequency k <= length/2, θ = 2πk/length: 2 tan(θ/2), cos(θ/2), sin(θ/2), a weight. (4, F).
+
+    The weight is how often k stands in the full spectrum. At ω = -1, θ = π, 2^60 and 2^-59 stand for infinity and its
+    half's inverse: every product of the two is what the limit asks for.
+    """
+    k = torch.arange(length // 2 + 1, device=device, dtype=torch.float64)
+    half = math.pi / length * k
+    tangent, cosine, sine, weight = 2 * half.tan(), half.cos(), half.sin(), torch.full_like(k, 2)
+    weight[0] = 1
+    if length % 2 == 0:
+        tangent[-1], cosine[-1], sine[-1], weight[-1] = 2.0**60, 2.0**-59, 1, 1
+    return torch.stack((tangent, cosine, sine, weight))
+
+
+def fractions(lam: Tensor, node: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """κ = 1/((2is - λc)(2is - λ̄c)) (D, F, M), real and imaginary part, with what its gradient needs: c λr, s, c."""
+    lr, li = (t[:, None] for t in lam.unbind(-1))  # (D, 1, M)
+    y, c, s = (t[:, None] for t in node[:3])  # (F, 1)
+    c_, s_ = c.to(dtype), s.to(dtype)
+    # y - Im λ decides how near the pole is: its parts beyond the dtype are kept until they have been subtracted
+    y0, li0 = y.to(dtype), li.to(dtype)
+    near = c_ * ((y0 - li0) + ((y - y0.double()).to(dtype) - (li - li0.double()).to(dtype)))
+    far = c_ * (y0 + li0)
+    sigma = c_ * lr.to(dtype)
+    Dr, Di = sigma.square() - near * far, -4 * s_ * sigma
+    size = Dr.square() + Di.square()
+    return Dr / size, -Di / size, sigma, s_, c_
+
+
+def weights(lam: Tensor, v: Tensor) -> Tensor:
+    """v ρ + conj(v) ρ' of a pair = (i s a + c b) κ with real a = 4 Re v, b = -2 Re(v λ̄). v (..., 2) -> (..., 2)."""
+    return torch.stack((4 * v[..., 0], -2 * (v * lam).sum(-1)), -1)
+
+
+def combine(U: Tensor, W: Tensor, s: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+    """The four sums q = i s U + c W, and the quotients of Woodbury's formula: complex (4, ...), s and c (F,)."""
+    q00, q01, q10, q11 = 1j * s * U + c * W
+    left, right = q01 / (1 + c * q11), q10 / (1 + c * q11)
+    return q00 - c * left * q10, left, right
+
+
+def dplr_forward(lam: Tensor, w: Tensor, length: int) -> Tensor:
+    """lam (D, M, 2) float64, w (D, M, 8): a of the four sums, then b, in the dtype to compute in -> K (D, length)."""
+    node, spectrum = nodes(length, lam.device), []
+    for part in node.split(max(1, PIECE // lam[..., 0].numel()), -1):
+        kr, ki, _, s, c = fractions(lam, part, w.dtype)
+        U, W = _sums(kr, ki, w)
+        s, c = s[:, 0], c[:, 0]
+        k, _, _ = combine(U, W, s, c)
+        spectrum.append(torch.complex(c, s) * k)  # 1/√ω
+    return torch.fft.irfft(torch.cat(spectrum, -1), length)
+
+
+def dplr_backward(dK: Tensor, lam: Tensor, w: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    node, gradient = nodes(length, lam.device), torch.fft.rfft(dK)
+    dlam, dw = torch.zeros_like(lam, dtype=w.dtype), torch.zeros_like(w)
+    li = lam[..., 1].to(w.dtype)
+    step = max(1, PIECE // lam[..., 0].numel())
+    for part, g in zip(node.split(step, -1), gradient.split(step, -1), strict=True):
+        kr, ki, sigma, s, c = fractions(lam, part, w.dtype)
+        U, W = _sums(kr, ki, w)
+        s1, c1 = s[:, 0], c[:, 0]
+        g = g * torch.complex(c1, -s1) * (part[3] / length).to(w.dtype)  # (D, F): of the bracket after 1/√ω
+        _, left, right = combine(U, W, s1, c1)
+        dq = torch.stack((g, -(c1 * right).conj() * g, -(c1 * left).conj() * g, (c1 * c1 * left * right).conj() * g))
+        dUW = torch.cat((-1j * s1 * dq, c1 * dq)).permute(1, 2, 0)  # (D, F, 8)
+        dr, di = dUW.real, dUW.imag
+        dw += (kr.mT @ dr) + (ki.mT @ di)
+        hr, hi = dr @ w.mT, di @ w.mT  # (D, F, M): ∂κ
+        # κ = 1/D, ∂D = -conj(κ²) ∂κ
+        sr, si = kr.square() - ki.square(), -2 * kr * ki
+        Dr, Di = sr * hr - si * hi, sr * hi + si * hr
+        dlam[..., 0] -= (c * (2 * sigma * Dr - 4 * s * Di)).sum(-2)
+        dlam[..., 1] -= 2 * li * (c * c * Dr).sum(-2)
+    return dlam.to(lam.dtype), dw
+
+
+def _sums(kr: Tensor, ki: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ_n κ a and Σ_n κ b for the four residues: complex, (4, D, F) each."""
+    both = torch.complex(kr @ w, ki @ w).permute(2, 0, 1)  # (8, D, F)
+    return both[:4], both[4:]

@@ -1,0 +1,120 @@
+"""S4: a linear time-invariant state space whose state matrix is diagonal minus rank one, started at HiPPO-LegS.
+
+    x'(τ) = A x(τ) + B u(τ),   y(τ) = 2 Re C x(τ) + D u(τ)      A = Λ - P P*, M modes, one of each conjugate pair
+    x_t = Ā x_{t-1} + B̄ u_t,   Ā = (I - ΔA/2)⁻¹ (I + ΔA/2),  B̄ = (I - ΔA/2)⁻¹ Δ B        bilinear, with step Δ
+    y = K * u + D u,           K_l = 2 Re C Ā^l B̄                a causal convolution, by FFT
+
+Gu, Goel & Ré 2022, "Efficiently Modeling Long Sequences with Structured State Spaces" (S4), §3; P = Q, which keeps A
+stable, from Goel, Gu, Donahue & Ré 2022, "It's Raw! Audio Generation with State-Space Models", §4.1. The layer around it is
+that of s4d.py, the kernel that of `seqmix_kernels.s4_kernel`.
+
+C is learned, not C̃ = C (I - Ā^L): nothing then depends on a length, and no view of the layer is derived from another
+one's weights. C̃ is made for each length asked for.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from seqmix.mixers.s4d import StateSpace, hippo_legs
+from seqmix_kernels.fft_conv import fft_conv
+from seqmix_kernels.s4_kernel import dense, dplr_kernel, increment, real, row, times
+
+
+class S4(StateSpace):
+    """S4 layer with d_state numbers of state a channel, in d_state/2 conjugate pairs.
+
+    n_ssm: how many (A, B) there are, channel d has number d mod n_ssm; null: one a channel. impl: which implementation
+    of kernel and convolution runs (seqmix_kernels/s4_kernel, fft_conv); all compute one function. Δ starts log-uniform
+    in [dt_min, dt_max]. max_lr: the most that A, B and Δ are trained with, undecayed; C has the model's own rate.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_state: int = 64,
+        n_ssm: int | None = 1,
+        impl: str = "auto",
+        *,
+        dt_min: float = 1e-3,
+        dt_max: float = 1e-1,
+        max_lr: float = 1e-3,
+    ):
+        if d_state < 2 or d_state % 2:
+            raise ValueError(f"d_state must be positive and even, for conjugate pairs, got {d_state}")
+        super().__init__(d_model, d_state, n_ssm, impl, dt_min, dt_max, max_lr)
+        A, P, B = hippo_legs(d_state)
+        self.A_log_decay = self._spectrum(np.log(-A.real), max_lr)  # Re Λ = -exp(.): with -P P* A is stable, always
+        self.A_imag = self._spectrum(A.imag, max_lr)
+        self.P = self._spectrum(np.stack((P.real, P.imag), -1), max_lr)
+        self.B = self._spectrum(np.stack((B.real, B.imag), -1), max_lr)
+        self.C = nn.Parameter(torch.randn(d_model, d_state // 2, 2, dtype=torch.float32) * 0.5**0.5)
+
+    def kernel(self, length: int) -> Tensor:
+        return dplr_kernel(*self.modes(), self.C, length, self.impl)
+
+    def discrete(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        return tuple(t.to(dtype) for t in self.modes())
+
+    def advance(self, u: Tensor, x: Tensor, *discrete: Tensor) -> tuple[Tensor, Tensor]:
+        """In O(N): Woodbury's formula in place of the matrix Ā."""
+        lam, P, B = discrete
+        x = x + increment(x, lam, P, B * u[..., None, None])  # (B, D, M, 2)
+        return 2 * times(self.C, x)[..., 0].sum(-1), x
+
+    def carry(self, u: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Piece by piece: a convolution within each, and dense matrices that carry the state from one to the next.
+
+        Pieces are powers of two near √L, the remainder in smaller ones, so that all their matrices come by doubling.
+        """
+        length, start = u.shape[1], 0
+        top = min(length.bit_length() - 1, max(6, math.isqrt(length - 1).bit_length()))
+        maps = self._maps(top, u.dtype)
+        h, ys = real(x).transpose(0, 1), []  # (D, B, N)
+        for level in range(top, -1, -1):
+            count = (length - start) >> level  # at most one, below the top level
+            if count:
+                piece = u[:, start : start + (count << level)]
+                y, h = self._pieces(piece.unflatten(1, (count, -1)), h, maps[level])
+                ys.append(y)
+            start += count << level
+        x = h.transpose(0, 1).unflatten(-1, (2, -1)).transpose(-1, -2)
+        return torch.cat(ys, 1), x.contiguous()
+
+    def modes(self) -> tuple[Tensor, Tensor, Tensor]:
+        """ΔΛ, √Δ P and Δ B, pairs (D, M, 2), float64."""
+        dt = self.dt().view(-1, self.n_ssm, 1, 1)  # (D / n_ssm, n_ssm, 1, 1)
+        A = torch.stack((-self.A_log_decay.double().exp(), self.A_imag.double()), -1)
+        return tuple((scale * t.double()).flatten(0, 1) for scale, t in ((dt, A), (dt.sqrt(), self.P), (dt, self.B)))
+
+    def _maps(self, levels: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """For pieces of q = 1, 2, 4, .. 2^levels: Ā^q, what q inputs add to the state, the q outputs a state gives, K_q.
+
+        (D, N, N), (D, N, q), (D, q, N) and (D, q). Made in float64: Ā^q is applied once a piece.
+        """
+        X, b = dense(*self.modes())
+        c = row(self.C.double())[:, None]  # (D, 1, N)
+        W, O, maps = b[..., None], c @ X, []
+        for level in range(levels + 1):
+            if level:
+                W, O, X = torch.cat((X @ W, W), -1), torch.cat((O, O @ X), 1), X @ X
+            taps = torch.cat((c, O[:, :-1]), 1) @ b[..., None]  # (D, q, 1)
+            maps.append(tuple(t.to(dtype) for t in (X, W, O, taps[..., 0])))
+        return maps
+
+    def _pieces(self, u: Tensor, h: Tensor, maps: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """u (B, count, q, D), the state h (D, B, N) -> y without the skip (B, count · q, D), the state after."""
+        X, W, O, taps = maps
+        batch, count, q, width = u.shape
+        y = fft_conv(u.flatten(0, 1), taps, impl=self.impl).unflatten(0, (batch, count))
+        new = (u.permute(3, 0, 1, 2).flatten(1, 2) @ W.mT).unflatten(1, (batch, count))  # (D, B, count, N)
+        before = []
+        for added in new.unbind(2):
+            before.append(h)
+            h = h @ X.mT + added
+        given = torch.stack(before, 2).flatten(1, 2) @ O.mT  # (D, B · count, q)
+        return (y + given.view(width, batch, count, q).permute(1, 2, 3, 0)).flatten(1, 2), h
