@@ -11,19 +11,22 @@ from compile_scan import build, record, report
 
 from seqmix_kernels.mamba_step import fused
 
-CASES = [  # B, E, N, R, W, dtype, discretization
-    ("130m", 64, 1536, 16, 48, 4, torch.bfloat16, "euler"),
-    ("odd float32 zoh", 2, 90, 12, 3, 3, torch.float32, "zoh"),
+CASES = [  # B, M, E, N, R, W, dtype, discretization
+    ("130m", 1, 768, 1536, 16, 48, 4, torch.bfloat16, "euler"),
+    ("130m, many rows", 64, 768, 1536, 16, 48, 4, torch.bfloat16, "euler"),
+    ("odd float32 zoh", 2, 45, 90, 12, 3, 3, torch.float32, "zoh"),
 ]
 
 
 def main(arch):
-    for name, batch, width, n, rank, taps, dtype, discretization in CASES:
-        xz = torch.zeros(batch, 2 * width, dtype=dtype)
-        weights = (torch.zeros(width, taps), torch.zeros(width), torch.zeros(rank + 2 * n, width), torch.zeros(width, rank))
-        own = (torch.zeros(width), torch.zeros(width, n), torch.zeros(width))
-        states = torch.zeros(batch, taps - 1, width, dtype=dtype), torch.zeros(batch, width, n)
-        given = (*xz.chunk(2, 1), *states, *(t.to(dtype) for t in weights), *own, discretization)
+    for name, batch, d_model, width, n, rank, taps, dtype, discretization in CASES:
+        zeros = lambda *shape, dtype=dtype: torch.zeros(shape, dtype=dtype)  # noqa: E731
+        given = (
+            zeros(batch, d_model), zeros(2 * width, d_model), zeros(2 * width), zeros(width, taps), zeros(width),
+            zeros(rank + 2 * n, width), zeros(width, rank), torch.zeros(width), torch.zeros(width, n), torch.zeros(width),
+            zeros(d_model, width), zeros(d_model), zeros(batch, taps - 1, width), torch.zeros(batch, width, n),
+            discretization, dtype,
+        )  # fmt: skip
         for kernel, args, meta in record([fused], lambda given=given: fused.step(*given)):
             row = {"arch": arch, "case": name, "kernel": kernel.__name__} | report(build(kernel, args, meta, arch))
             print(json.dumps(row), flush=True)

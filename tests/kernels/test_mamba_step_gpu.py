@@ -39,14 +39,14 @@ def test_interpreted_kernels_match_the_equation():
     if torch.cuda.is_available():
         pytest.skip("the real kernels run here")
     rows = script("interpret_step.py")
-    assert len(rows) == 4
+    assert len(rows) == 5
     for row in rows:
         within(row)
 
 
 def test_kernels_compile_without_spills():
     rows = script("compile_step.py", "90")
-    assert len(rows) == 4 and all(row["stack"] == 0 and row["registers"] <= 128 for row in rows), rows
+    assert len(rows) == 8 and all(row["stack"] == 0 for row in rows), rows
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +64,13 @@ def step():
 @pytest.mark.parametrize(
     "sizes, discretization",
     [
-        ((1, 1536, 16, 48, 4, True), "euler"),
-        ((64, 1536, 16, 48, 4, True), "euler"),
-        ((3, 150, 5, 3, 2, False), "zoh"),
-        ((2, 7, 1, 1, 1, True), "euler"),
-        ((2, 100, 256, 7, 4, True), "zoh"),
-        ((5, 5000, 16, 160, 4, True), "euler"),
+        ((1, 768, 1536, 16, 48, 4, False), "euler"),
+        ((64, 768, 1536, 16, 48, 4, False), "euler"),
+        ((3, 75, 150, 5, 3, 2, True), "zoh"),
+        ((7, 75, 150, 5, 3, 2, True), "zoh"),
+        ((2, 5, 7, 1, 1, 1, True), "euler"),
+        ((2, 50, 100, 256, 7, 4, True), "zoh"),
+        ((1, 2560, 5120, 16, 160, 4, False), "euler"),
     ],
 )
 def test_real_kernels_match_the_equation(step, sizes, discretization, dtype):
@@ -79,27 +80,22 @@ def test_real_kernels_match_the_equation(step, sizes, discretization, dtype):
 @pytest.mark.gpu
 @on_gpu
 def test_a_graph_replays_the_step(step):
-    wide = ("ssm_state", "dt_bias", "A_log", "D")
-    made = step.make(4, 200, 16, 12, 4, True)
-    given = {k: t.to("cuda", torch.float32 if k in wide else torch.bfloat16) for k, t in made.items()}
-    inputs = torch.randn(6, 2, 4, 200, device="cuda").bfloat16()
-
-    def one(tensors, xz):
-        return mamba_step(**(tensors | {"x": xz[0], "z": xz[1]}))
-
-    plain, outputs = dict(given), []
-    for xz in inputs:
-        y, plain["conv_state"], plain["ssm_state"] = one(plain, xz)
-        outputs.append(y)
-    held = {k: t.clone() for k, t in given.items()}
-    buffer = inputs[0].clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y, conv_state, ssm_state = one(held, buffer)
-        held["conv_state"].copy_(conv_state)
-        held["ssm_state"].copy_(ssm_state)
-    for xz, wanted in zip(inputs, outputs, strict=True):
-        buffer.copy_(xz)
-        graph.replay()
-        assert torch.equal(y, wanted)
-    assert torch.equal(held["ssm_state"], plain["ssm_state"])
+    for batch in (2, 8):
+        made = step.make(batch, 100, 200, 16, 12, 4, True)
+        given = {k: t.to("cuda", torch.float32 if k in step.OWN else torch.bfloat16) for k, t in made.items()}
+        inputs = torch.randn(6, batch, 100, device="cuda").bfloat16()
+        plain, wanted = dict(given), []
+        for u in inputs:
+            out, plain["conv_state"], plain["ssm_state"] = mamba_step(**(plain | {"u": u}), impl="fused")
+            wanted.append(out)
+        held = {k: t.clone() for k, t in given.items()}
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out, conv_state, ssm_state = mamba_step(**held, impl="fused")
+            held["conv_state"].copy_(conv_state)
+            held["ssm_state"].copy_(ssm_state)
+        for u, exact in zip(inputs, wanted, strict=True):
+            held["u"].copy_(u)
+            graph.replay()
+            assert torch.equal(out, exact)
+        assert torch.equal(held["ssm_state"], plain["ssm_state"])

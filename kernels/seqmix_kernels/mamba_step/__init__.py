@@ -1,4 +1,4 @@
-"""One step of a Mamba block between its outer projections. `which_impl` says what "auto" takes and why."""
+"""One token of a Mamba block. `which_impl` says what "auto" takes and why."""
 
 from .op import IMPLS, mamba_step, which_impl
 

@@ -1,12 +1,13 @@
-"""One decoding step on the GPU: two launches, in plain Triton.
+"""One decoding step on the GPU, in plain Triton.
 
-    conv_kernel   the convolution, SiLU, the new state of the convolution, and this block of channels' share of W_x x
-    scan_kernel   adds up the shares, W_Δ, softplus, the recurrence, the skip, the gate, the new state
+    conv_kernel   W_in u (few rows), the convolution, SiLU, the convolution's new state, and this block's share of W_x x
+    scan_kernel   adds up the shares; W_Δ, softplus, the recurrence, the skip, the gate, the new state
+    out_kernel    W_out y (few rows)
 
-A program owns a block of channels of one batch row; the one thing all channels of a row meet in is W_x x, which is where the
-two launches part. As one launch each program would need all of W_x (245 kB at E = 1536, more than a microsecond's worth of
-what one SM can load), or a barrier between programs. Weights are read in their own dtype and rounded to x's, sums are in
-float32, in a fixed order. Nothing is read back to the host and no workspace outlives a call: safe in a CUDA graph.
+A program of the first two owns a block of channels of one row. README.md says why the launches part where they do. With more
+rows than FEW the outer products go to the library, whose kernels read a weight once for all rows. Weights are read in their
+own dtype and rounded to that of the step; sums are in float32, in a fixed order. Nothing is read back to the host and no
+workspace outlives a call: safe in a CUDA graph.
 """
 
 import os
@@ -17,36 +18,65 @@ import triton.language as tl
 from torch import Tensor
 
 from ..selective_scan.triton_kernels import LOG2E, sigmoid, softplus, zoh
+from .reference import linear
 
 MAX_TAPS = 8
-BLOCK, WARPS = 64, 4  # channels of a program
+FEW = 4  # rows for which a program reads its part of W_in, or of W_out, for one row alone
+BLOCK, FEW_BLOCK, OUT_BLOCK = 64, 16, 8  # channels of a program; with W_in; outputs of a program with W_out
+WARPS, FEW_WARPS = 4, 8
+COLUMNS = 1024  # of W_in read at once; twice as many of W_out
 
 
 @triton.jit(do_not_specialize=["batch"])
 def conv_kernel(
-    x_ptr, state_ptr, w_ptr, b_ptr, proj_ptr, xc_ptr, new_ptr, part_ptr, batch, E, sxb, ssb, ssl, sse, swe, sww,
-    W: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, BD: tl.constexpr, HAS_B: tl.constexpr,
+    u_ptr, in_ptr, ib_ptr, x_ptr, z_ptr, state_ptr, w_ptr, b_ptr, proj_ptr, xc_ptr, new_ptr, part_ptr, batch, M, E, sub, sxb,
+    ssb, ssl, sse, swe, sww, W: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
+    FROM_U: tl.constexpr, HAS_IB: tl.constexpr, HAS_B: tl.constexpr,
 ):  # fmt: skip
-    """xc (B, E): the convolution's output. part (blocks, B, P): the shares of W_x xc."""
+    """FROM_U: x and z are made from u, and z (B, E) is written; else x is read. xc (B, E): the convolution's output.
+    part (blocks, B, P): the shares of W_x xc."""
     b = tl.program_id(1).to(tl.int64)
     d = tl.program_id(0) * BD + tl.arange(0, BD)
     p = tl.arange(0, PP)
     dm = d < E
-    low = x_ptr.dtype.element_ty
+    low = xc_ptr.dtype.element_ty
     at = p.to(tl.int64)[:, None] * E + d[None, :]
+    # all that does not wait for u is asked for first
     proj = tl.load(proj_ptr + at, mask=(p < P)[:, None] & dm[None, :], other=0.0).to(low).to(tl.float32)
-    x = tl.load(x_ptr + b * sxb + d, mask=dm, other=0.0)
-    acc = x.to(tl.float32) * tl.load(w_ptr + d * swe + (W - 1) * sww, mask=dm, other=0.0).to(tl.float32)
+    acc = tl.zeros([BD], tl.float32)
     if HAS_B:
-        acc += tl.load(b_ptr + d, mask=dm, other=0.0).to(tl.float32)
-    new = new_ptr + b * (W - 1) * E + d
+        acc = tl.load(b_ptr + d, mask=dm, other=0.0).to(tl.float32)
+    past = ()
     for w in tl.static_range(W - 1):
         v = tl.load(state_ptr + b * ssb + w * ssl + d * sse, mask=dm, other=0.0).to(low)
         acc += v.to(tl.float32) * tl.load(w_ptr + d * swe + w * sww, mask=dm, other=0.0).to(tl.float32)
-        if w > 0:
-            tl.store(new + (w - 1) * E, v, mask=dm)
+        past = past + (v,)  # noqa: RUF005 (the front end knows no unpacking)
+    last = tl.load(w_ptr + d * swe + (W - 1) * sww, mask=dm, other=0.0).to(tl.float32)
+    if FROM_U:
+        x = tl.zeros([BD], tl.float32)
+        z = tl.zeros([BD], tl.float32)
+        if HAS_IB:
+            x = tl.load(ib_ptr + d, mask=dm, other=0.0).to(low).to(tl.float32)
+            z = tl.load(ib_ptr + E + d, mask=dm, other=0.0).to(low).to(tl.float32)
+        for c0 in range(0, M, BM):
+            c = c0 + tl.arange(0, BM)
+            u = tl.load(u_ptr + b * sub + c, mask=c < M, other=0.0)
+            cm = dm[:, None] & (c < M)[None, :]
+            wx = tl.load(in_ptr + d.to(tl.int64)[:, None] * M + c[None, :], mask=cm, other=0.0)
+            wz = tl.load(in_ptr + (d.to(tl.int64)[:, None] + E) * M + c[None, :], mask=cm, other=0.0)
+            u = u.to(low).to(tl.float32)[None, :]
+            x += tl.sum(wx.to(low).to(tl.float32) * u, axis=1)
+            z += tl.sum(wz.to(low).to(tl.float32) * u, axis=1)
+        x = x.to(low)
+        tl.store(z_ptr + b * E + d, z.to(low), mask=dm)
+    else:
+        x = tl.load(x_ptr + b * sxb + d, mask=dm, other=0.0)
+    new = new_ptr + b * (W - 1) * E + d
+    for w in tl.static_range(1, W - 1):
+        tl.store(new + (w - 1) * E, past[w], mask=dm)
     if W > 1:
         tl.store(new + (W - 2) * E, x, mask=dm)
+    acc += x.to(tl.float32) * last
     xc = (acc * sigmoid(acc)).to(low)
     tl.store(xc_ptr + b * E + d, xc, mask=dm)
     share = tl.sum(proj * xc.to(tl.float32)[None, :], axis=1)
@@ -96,44 +126,87 @@ def scan_kernel(
     tl.store(y_ptr + b * E + d, y.to(y_ptr.dtype.element_ty), mask=dm)
 
 
-def why_not(x: Tensor, conv: Tensor) -> str | None:
+@triton.jit
+def out_kernel(y_ptr, w_ptr, b_ptr, out_ptr, E, M, BO: tl.constexpr, BE: tl.constexpr, HAS_B: tl.constexpr):
+    b = tl.program_id(1).to(tl.int64)
+    o = tl.program_id(0) * BO + tl.arange(0, BO)
+    om = o < M
+    low = out_ptr.dtype.element_ty
+    out = tl.zeros([BO], tl.float32)
+    if HAS_B:
+        out = tl.load(b_ptr + o, mask=om, other=0.0).to(low).to(tl.float32)
+    for c0 in range(0, E, BE):
+        c = c0 + tl.arange(0, BE)
+        y = tl.load(y_ptr + b * E + c, mask=c < E, other=0.0).to(tl.float32)
+        at = w_ptr + o.to(tl.int64)[:, None] * E + c[None, :]
+        w = tl.load(at, mask=om[:, None] & (c < E)[None, :], other=0.0).to(low).to(tl.float32)
+        out += tl.sum(w * y[None, :], axis=1)
+    tl.store(out_ptr + b * M + o, out.to(low), mask=om)
+
+
+def why_not(u: Tensor, conv: Tensor) -> str | None:
     """Why these tensors cannot go through the kernels; None if they can."""
     if os.environ.get("TRITON_INTERPRET") == "1":
-        if x.device.type != "cpu":
-            return "Triton's interpreter is on and x is not on the CPU"
-    elif x.device.type != "cuda":
-        return f"it needs a CUDA device, x is on {x.device.type}"
-    elif torch.version.cuda and torch.cuda.get_device_capability(x.device) < (8, 0):
+        if u.device.type != "cpu":
+            return "Triton's interpreter is on and u is not on the CPU"
+    elif u.device.type != "cuda":
+        return f"it needs a CUDA device, u is on {u.device.type}"
+    elif torch.version.cuda and torch.cuda.get_device_capability(u.device) < (8, 0):
         return "it needs compute capability 8.0 or newer"
-    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"it takes float32, bfloat16 and float16, not {x.dtype}"
+    if u.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"it takes float32, bfloat16 and float16, not {u.dtype}"
     if conv.shape[1] > MAX_TAPS:
         return f"it takes up to {MAX_TAPS} taps, conv has {conv.shape[1]}"
     return None
 
 
 def step(
-    x, z, conv_state, ssm_state, conv, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, discretization: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """y (B, E) and the new states; see `mamba_step`."""
-    batch, width = x.shape
-    taps, n, rank = conv.shape[1], A_log.shape[1], dt_proj.shape[1]
-    new_conv, new_ssm = x.new_empty(batch, taps - 1, width), ssm_state.new_empty(batch, width, n)
-    y = x.new_empty(batch, width)
+    u, in_proj, in_bias, conv, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, out_proj, out_bias, conv_state, ssm_state,
+    discretization: str, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """out (B, M) and the new states; see `mamba_step`. dtype: of the products and of out, whatever u's."""
+    (batch, d_model), (width, n), rank, taps = u.shape, A_log.shape, dt_proj.shape[1], conv.shape[1]
+    new_conv, new_ssm = u.new_empty(batch, taps - 1, width, dtype=dtype), ssm_state.new_empty(batch, width, n)
+    mixed, y = (u.new_empty(batch, width, dtype=dtype) for _ in range(2))
     if batch == 0:
-        return y, new_conv, new_ssm
-    x, z = (t if t.stride(1) == 1 else t.contiguous() for t in (x, z))
-    blocks = triton.cdiv(width, BLOCK)
-    mixed, shares = torch.empty_like(y), ssm_state.new_empty(blocks, batch, rank + 2 * n)
+        return u.new_empty(batch, d_model, dtype=dtype), new_conv, new_ssm
+    few = batch <= FEW
+    block = FEW_BLOCK if few else BLOCK
+    if few:
+        u, in_proj, z = _rows(u), in_proj.contiguous(), torch.empty_like(y)
+        x = u  # not read
+    else:
+        x, z = linear(u.to(dtype), in_proj, in_bias).chunk(2, dim=1)
+    blocks = triton.cdiv(width, block)
+    shares = ssm_state.new_empty(blocks, batch, rank + 2 * n)
     conv_kernel[(blocks, batch)](
-        x, conv_state, conv, x if conv_bias is None else conv_bias, x_proj.contiguous(), mixed, new_conv, shares,
-        batch, width, x.stride(0), *conv_state.stride(), *conv.stride(), W=taps, P=rank + 2 * n,
-        PP=triton.next_power_of_2(rank + 2 * n), BD=BLOCK, HAS_B=conv_bias is not None, num_warps=WARPS,
+        u, in_proj, _or(in_bias, u), x, z, conv_state, conv, _or(conv_bias, u), x_proj.contiguous(), mixed, new_conv,
+        shares, batch, d_model, width, u.stride(0), x.stride(0), *conv_state.stride(), *conv.stride(), W=taps,
+        P=rank + 2 * n, PP=triton.next_power_of_2(rank + 2 * n), BD=block,
+        BM=min(COLUMNS, triton.next_power_of_2(d_model)), FROM_U=few, HAS_IB=in_bias is not None,
+        HAS_B=conv_bias is not None, num_warps=FEW_WARPS if few else WARPS,
     )  # fmt: skip
-    scan_kernel[(blocks, batch)](
+    scan_kernel[(triton.cdiv(width, BLOCK), batch)](
         mixed, z, shares, ssm_state, dt_proj.contiguous(), dt_bias, A_log.contiguous(), D, y, new_ssm,
         batch, width, z.stride(0), *ssm_state.stride(), N=n, NP=triton.next_power_of_2(n), R=rank,
         RP=triton.next_power_of_2(rank), K=blocks, KP=triton.next_power_of_2(blocks), BD=BLOCK,
         ZOH=discretization == "zoh", num_warps=WARPS,
     )  # fmt: skip
-    return y, new_conv, new_ssm
+    if not few:
+        return linear(y, out_proj, out_bias), new_conv, new_ssm
+    out = u.new_empty(batch, d_model, dtype=dtype)
+    out_kernel[(triton.cdiv(d_model, OUT_BLOCK), batch)](
+        y, out_proj.contiguous(), _or(out_bias, u), out, width, d_model, BO=OUT_BLOCK,
+        BE=min(2 * COLUMNS, triton.next_power_of_2(width)), HAS_B=out_bias is not None, num_warps=FEW_WARPS,
+    )  # fmt: skip
+    return out, new_conv, new_ssm
+
+
+def _rows(t: Tensor) -> Tensor:
+    """With the last dimension contiguous in memory."""
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def _or(t: Tensor | None, other: Tensor) -> Tensor:
+    """A pointer that a kernel will not read, where t is absent."""
+    return other if t is None else t

@@ -116,17 +116,17 @@ class Mamba(Mixer):
         return self._run(u, state.conv, state.ssm)
 
     def step(self, u_t: Tensor, state: MambaState) -> tuple[Tensor, MambaState]:
-        if not (is_plain(self.x_proj) and is_plain(self.dt_proj)):
+        if not self._plain():
             return super().step(u_t, state)
-        x, z = self.in_proj(u_t).chunk(2, dim=-1)  # (B, E) each
         y, *state = mamba_step(
-            x, z, state.conv, state.ssm, self.conv.weight[:, 0], self.x_proj.weight, self.dt_proj.weight, self.dt_bias,
-            self.A_log, self.D, self.conv.bias, self.discretization, self.decode,
+            u_t, self.in_proj.weight, self.conv.weight[:, 0], self.x_proj.weight, self.dt_proj.weight, self.dt_bias,
+            self.A_log, self.D, self.out_proj.weight, *state, self.in_proj.bias, self.conv.bias, self.out_proj.bias,
+            self.discretization, self.decode,
         )  # fmt: skip
-        return self.out_proj(y), MambaState(*state)
+        return y, MambaState(*state)
 
     def _run(self, u: Tensor, conv_state: Tensor | None, ssm_state: Tensor | None) -> tuple[Tensor, MambaState]:
-        if all(map(is_plain, (self.in_proj, self.x_proj, self.dt_proj, self.out_proj))):
+        if self._plain():
             y, conv_state, ssm_state = mamba_inner(
                 u, self.in_proj.weight, self.conv.weight[:, 0], self.x_proj.weight, self.dt_proj.weight, self.dt_bias,
                 self.A_log, self.D, self.out_proj.weight, self.in_proj.bias, self.conv.bias, self.out_proj.bias,
@@ -136,6 +136,9 @@ class Mamba(Mixer):
         if self.checkpoint_level == 0 or not torch.is_grad_enabled():
             return self._compose(u, conv_state, ssm_state)
         return checkpoint(self._compose, u, conv_state, ssm_state, use_reentrant=False)
+
+    def _plain(self) -> bool:
+        return all(map(is_plain, (self.in_proj, self.x_proj, self.dt_proj, self.out_proj)))
 
     def _compose(self, u: Tensor, conv_state: Tensor | None, ssm_state: Tensor | None) -> tuple[Tensor, MambaState]:
         """What `mamba_inner` computes, each projection called as a module."""
