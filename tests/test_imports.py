@@ -26,6 +26,12 @@ ARROWS = {
     "src/seqmix/metrics.py": (),
     "src/seqmix/optim.py": (),
     "src/seqmix/measure.py": (),
+    "src/seqmix/decode.py": ("seqmix.measure",),
+    "src/seqmix/costs.py": ("seqmix.decode", "seqmix.measure", "seqmix.metrics"),
+    "src/seqmix/bench/kernels.py": ("seqmix.costs", "seqmix.measure", "seqmix_kernels"),
+    "src/seqmix/bench": (
+        "seqmix.bench", "seqmix.config", "seqmix.costs", "seqmix.decode", "seqmix.measure", "seqmix.optim", "seqmix.tracking",
+    ),
     "src/seqmix/tracking.py": (),
     "src/seqmix/report": ("seqmix.report",),
     "src/seqmix/__init__.py": (),

@@ -5,18 +5,23 @@ A run is timed in windows of several steps. The device is synchronised where a w
     step  1 | 2 .. w | w+1 ........ | ........ |      w warm-up steps, then windows of n steps
     window  |        |<- sample 1 ->|  evaluation, logging, a checkpoint  |<- sample 2 -> ...
 
-A speed is the median over windows, quoted with its interquartile range and the number of windows.
+A call is timed by itself, between marks on the device's own queue:
+
+    first call | warm-up calls | mark forward mark backward mark optimizer mark | mark forward mark ...
+
+A speed is the median over windows or calls, quoted with its interquartile range and their number.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -112,6 +117,141 @@ class WindowTimer:
         self.steps = self.tokens = 0
 
 
+class WallMarks:
+    """Moments on the host's clock: where a call has returned, its work is done, as on a CPU."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        self.mark = clock
+
+    def milliseconds(self, before: float, after: float) -> float:
+        return 1e3 * (after - before)
+
+
+class EventMarks:
+    """Moments in the work queued on a GPU's current stream: between two of them is the work queued between them."""
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def milliseconds(self, before: torch.cuda.Event, after: torch.cuda.Event) -> float:
+        after.synchronize()
+        return before.elapsed_time(after)
+
+
+class Timing(NamedTuple):
+    """Milliseconds of a call. first_ms: of the very first, with compiling, tuning, loading of libraries; phases: of its
+    parts, by name, whose medians need not add up to that of the whole."""
+
+    first_ms: float
+    whole: Spread
+    phases: dict[str, Spread]
+
+
+def time_calls(
+    phases: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    *,
+    seconds: float = 1.0,
+    least: int = 3,
+    most: int = 200,
+    warmup: int = 1,
+    limit: float = 10.0,
+    before: Callable[[], object] | None = None,
+    after_warmup: Callable[[], object] | None = None,
+    between: Callable[[], object] | None = None,
+    marks: WallMarks | EventMarks | None = None,
+    synchronize: Callable[[], None] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Timing:
+    """Time a call made of `phases`, run in their order, for about `seconds`: `least` to `most` times.
+
+    The first call, then `warmup` more, are not among the timed ones. Calls so long that all this would take over `limit`
+    seconds are warmed up and timed fewer times, once at least. `before` runs before every call, outside its time
+    (a cold cache, a state put back). `after_warmup` runs once, where the timed calls begin (peaks are reset); `between`
+    after every timed call, outside its time (sensors are read). marks, synchronize, clock: the device's, unless handed in.
+
+    On a GPU the host runs ahead of the device, as in use: it waits before the timed calls and after them, not between.
+    """
+    marks = marks or (EventMarks() if device.type == "cuda" else WallMarks())
+    synchronize = synchronize or synchronizer(device)
+
+    def call() -> list:
+        if before is not None:
+            before()
+        taken = [marks.mark()]
+        for run in phases.values():
+            run()
+            taken.append(marks.mark())
+        return taken
+
+    def on_the_clock() -> float:
+        synchronize()
+        started = clock()
+        call()
+        synchronize()
+        return clock() - started
+
+    first = on_the_clock()
+    last = first
+    for _ in range(warmup if first * (warmup + least) <= limit else 0):
+        last = on_the_clock()
+    if after_warmup is not None:
+        after_warmup()
+    taken = []
+    last = max(last, 1e-9)
+    for _ in range(max(min(least, max(1, int(limit / last))), min(most, int(seconds / last)))):
+        taken.append(call())
+        if between is not None:
+            between()
+    synchronize()
+    parts = [[marks.milliseconds(a, b) for a, b in itertools.pairwise(at)] for at in taken]
+    return Timing(
+        1e3 * first,
+        spread(sum(part) for part in parts),
+        {name: spread(part[i] for part in parts) for i, name in enumerate(phases)},
+    )
+
+
+class Sensors:
+    """Clock, power and temperature of a GPU while something is timed; nothing where there is no GPU, or no pynvml.
+
+    read: gives {"sm_mhz": ..., "watts": ..., "celsius": ...}; at most one reading in `every` seconds is taken.
+    """
+
+    def __init__(
+        self, device: torch.device, read: Callable[[], dict[str, float]] | None = None, every: float = 0.1,
+        clock: Callable[[], float] = time.perf_counter,
+    ):  # fmt: skip
+        self._read = read or (lambda: _read_gpu(device))
+        self._clock, self._every, self._next = clock, every, -math.inf
+        self._readings: list[dict[str, float]] = []
+
+    def __call__(self) -> None:
+        if self._clock() >= self._next:
+            self._readings.append(self._read())
+            self._next = self._clock() + self._every
+
+    def summary(self) -> dict[str, float]:
+        """Median of each over the readings; {} where there were none."""
+        names = {name for reading in self._readings for name in reading}
+        return {name: spread(r[name] for r in self._readings if name in r).median for name in sorted(names)}
+
+
+def _read_gpu(device: torch.device) -> dict[str, float]:
+    if device.type != "cuda":
+        return {}
+    try:
+        return {
+            "sm_mhz": torch.cuda.clock_rate(device),
+            "watts": torch.cuda.power_draw(device) / 1e3,
+            "celsius": torch.cuda.temperature(device),
+        }
+    except (ModuleNotFoundError, RuntimeError):  # no pynvml; or a driver that tells nothing
+        return {}
+
+
 class PeakMemory:
     """Largest memory since `reset`, in MiB; None where it cannot be known, never 0 for "unknown".
 
@@ -199,6 +339,13 @@ def state_bytes(state: object) -> int:
     A view counts its own elements, not what it was cut from: what a state is, not how the allocator holds it.
     """
     return sum(t.numel() * t.element_size() for t in tensors(state))
+
+
+def held_bytes(state: object) -> int:
+    """Bytes of the distinct storages behind the tensors in `state`: more than `state_bytes` where one is a view of a larger
+    tensor, which it keeps alive."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors(state)}
+    return sum(storages.values())
 
 
 class ParameterCount(NamedTuple):

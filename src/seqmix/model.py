@@ -102,12 +102,13 @@ class SequenceModel(nn.Module):
 
     def prefill(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
         """tokens (B, L), the state before them -> logits (B, L, V), the state after them. Any L >= 0."""
-        x = self._embed(tokens)  # (B, L, D)
-        after = []
-        for block, block_state in zip(self.blocks, state, strict=True):
-            x, block_state = block.prefill(x, block_state)
-            after.append(block_state)
-        return self._head(x), tuple(after)
+        x, state = self._take_in(tokens, state)
+        return self._head(x), state
+
+    def prefill_last(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
+        """As `prefill`, but the logits of the last token alone (B, V): all that generating needs of a prompt. L >= 1."""
+        x, state = self._take_in(tokens, state)
+        return self._head(x[:, -1]), state
 
     def step(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
         """tokens (B,), the state before them -> logits (B, V), the state after them."""
@@ -146,8 +147,8 @@ class SequenceModel(nn.Module):
         was_training = self.training
         self.eval()
         try:
-            logits, state = self.prefill(tokens, self.init_state(len(tokens)))
-            logits, out = logits[:, -1], [tokens]
+            logits, state = self.prefill_last(tokens, self.init_state(len(tokens)))
+            out = [tokens]
             for i in range(max_new_tokens):
                 new = _draw(logits, temperature, top_k, generator)  # (B,)
                 out.append(new[:, None])
@@ -156,6 +157,15 @@ class SequenceModel(nn.Module):
         finally:
             self.train(was_training)
         return torch.cat(out, dim=1)
+
+    def _take_in(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
+        """tokens (B, L) -> what the last block makes of them (B, L, D), the state after them."""
+        x = self._embed(tokens)  # (B, L, D)
+        after = []
+        for block, block_state in zip(self.blocks, state, strict=True):
+            x, block_state = block.prefill(x, block_state)
+            after.append(block_state)
+        return x, tuple(after)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)

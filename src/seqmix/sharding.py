@@ -14,12 +14,13 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:
     """Share `model` out over the ranks of `mesh`, block by block; in place, once: a second call does nothing.
 
-    model: its `blocks` are the units; they and the model have init_state, prefill and step beside forward.
+    model: its `blocks` are the units; they and the model have their other ways in beside `forward`.
     """
     if isinstance(model, FSDPModule):
         return
     units = [*model.blocks, model]  # the last takes what is left: embedding, final norm
     for unit in units:
         fully_shard(unit, mesh=mesh)
-        for method in ("init_state", "prefill", "step"):  # they gather, too
-            register_fsdp_forward_method(unit, method)
+        for method in ("init_state", "prefill", "prefill_last", "step"):  # they gather, too
+            if hasattr(unit, method):
+                register_fsdp_forward_method(unit, method)

@@ -1,0 +1,158 @@
+"""python -m seqmix.bench: what each model costs in training and inference, and each kernel, on the device at hand.
+
+python -m seqmix.bench                                          the grid of conf/bench/{gpu,cpu}.yaml
+python -m seqmix.bench parts=[training] models=[mamba,transformer] lengths=[512,2048]
+python -m seqmix.bench --cfg                                    print every key
+python -m seqmix.bench redraw=outputs/report/bench_cpu          its report again, from points.jsonl
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from seqmix.bench import figures, pool, results
+from seqmix.bench.grid import Point, grid
+from seqmix.config import register_resolvers
+from seqmix.tracking import WandbLogger, closing, source_facts, source_state
+
+PLACES = (Path("conf"), Path(__file__).parents[3] / "conf")  # of the caller; beside the sources
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, write, print; 0 if every point has a number or a result that stands for one (out of memory, slow)."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    register_resolvers()
+    try:
+        conf = next((at.resolve() for at in PLACES if (at / "bench.yaml").is_file()), None)
+        if conf is None:
+            raise ValueError("there is no conf/bench.yaml here: run it in the root of the repository")
+        cfg = compose_bench([a for a in arguments if a != "--cfg"], conf)
+        if "--cfg" in arguments:
+            print(OmegaConf.to_yaml(cfg), end="")
+            return 0
+        points = [] if cfg.redraw else grid(cfg, conf)
+    except (ValueError, HydraException, OmegaConfBaseException) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    command = shlex.join(["python", "-m", "seqmix.bench", *arguments])
+    if cfg.redraw:
+        out = Path(cfg.redraw)
+        rows = results.read(out / "points.jsonl")
+        command = rows[0]["command"] if rows else command
+    else:
+        out = Path(cfg.out or f"outputs/report/bench_{_card(cfg.device)}")
+        rows = measure_all(points, cfg, out, command)
+    paths = write(rows, out, command)
+    print("\n".join(results.crossing_lines(rows)))
+    print(*paths, sep="\n")
+    if cfg.wandb != "disabled":
+        to_wandb(rows, out, cfg, command)
+    return int(any(row["status"] in ("wrong", "failed") for row in rows))
+
+
+def compose_bench(overrides: list[str], conf: Path) -> DictConfig:
+    """conf/bench.yaml with the grid of the device that is there, unless one is named."""
+    if not any(o.startswith("bench=") for o in overrides):
+        overrides = [f"bench={'gpu' if torch.cuda.is_available() else 'cpu'}", *overrides]
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(conf), version_base="1.3", job_name="bench"):
+        return compose("bench", overrides=overrides)
+
+
+def measure_all(points: list[Point], cfg: DictConfig, out: Path, command: str) -> list[dict]:
+    """The rows, each a line of out/points.jsonl as soon as it is there."""
+    out.mkdir(parents=True, exist_ok=True)
+    source = source_facts(source_state()) or {"commit": None}
+    began, rows = time.perf_counter(), []
+    with (out / "points.jsonl").open("w", encoding="utf-8") as file:
+        for i, (point, numbers) in enumerate(pool.run(points, cfg.patience, cfg.time_limit), 1):
+            row = {
+                **{key: getattr(point, key) for key in ("part", "model", "size", "length", "batch")},
+                **numbers,
+                "autocast": cfg.autocast,
+                "date": datetime.now(UTC).isoformat(timespec="seconds"),
+                "commit": source["commit"] and source["commit"][:12] + ("+" if source["diff_sha256"] else ""),
+                "command": command,
+            }
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            rows.append(row)
+            print(f"{i:3}/{len(points)} {time.perf_counter() - began:6.1f} s  {point}  {told(row)}", flush=True)
+    return rows
+
+
+def told(row: dict) -> str:
+    """A row in a few words."""
+    if row["status"] != "ok":
+        return f"{row['status']}: {row.get('error', '')}"
+    keys = {
+        "training": ("step_ms", "tokens_per_second", "mfu", "peak_allocated_mib"),
+        "context": ("prefill_ms", "eager_ms", "graph_ms", "state_bytes"),
+        "decode": ("eager_tokens_per_second", "graph_tokens_per_second"),
+        "capacity": ("rows_counted", "rows_tried"),
+        "kernels": ("forward_ms", "both_ms", "percent_of_floor"),
+    }[row["part"]]
+    return ", ".join(f"{key} {results.show(row[key])}" for key in keys if row.get(key) is not None)
+
+
+def write(rows: list[dict], out: Path, command: str) -> list[Path]:
+    """report.md and the figures that have curves; their paths."""
+    drawn = []
+    for measure in results.MEASURES:
+        curves = results.curves(rows, measure)
+        if any(curves.values()):
+            axis = {"context": "context, tokens", "training": "length, tokens", "decode": "batch"}[measure.part]
+            drawing = figures.figure(
+                measure.title, axis, measure.unit, curves, results.missing(rows, measure), results.caption(rows, command)
+            )
+            drawn.append(f"{measure.name}.svg")
+            (out / drawn[-1]).write_text(drawing, encoding="utf-8")
+    (out / "report.md").write_text(results.markdown(rows, drawn, command), encoding="utf-8")
+    return [out / "report.md", out / "points.jsonl", *(out / name for name in drawn)]
+
+
+def to_wandb(rows: list[dict], out: Path, cfg: DictConfig, command: str) -> None:
+    """A run with every row in a table, a line chart a measure, the figures, and the crossings."""
+    import wandb
+
+    logger = WandbLogger(save_dir=out, project=cfg.project, group="bench", name=out.name, mode=cfg.wandb)
+    with closing([logger]):
+        logger.log_hyperparams(OmegaConf.to_container(cfg, resolve=True) | {"command": command})
+        columns = sorted({key for row in rows for key, v in row.items() if not isinstance(v, dict)})
+        logger.log_table("points", columns=columns, data=[[row.get(key) for key in columns] for row in rows])
+        for measure in results.MEASURES:
+            curves = {name: curve for name, curve in results.curves(rows, measure).items() if curve}
+            if curves:
+                lines = wandb.plot.line_series(
+                    xs=[sorted(curve) for curve in curves.values()],
+                    ys=[[curve[x] for x in sorted(curve)] for curve in curves.values()],
+                    keys=list(curves), title=measure.title, xname=measure.axis,
+                )  # fmt: skip
+                drawing = wandb.Html((out / f"{measure.name}.svg").read_text(encoding="utf-8"), inject=False)
+                logger.experiment.log({measure.name: lines, f"figures/{measure.name}": drawing})
+        logger.log_summary({"crossings": "\n".join(results.crossing_lines(rows))})
+
+
+def _card(device: str) -> str:
+    """cpu, or the card's name as a file's: h200."""
+    if device != "cuda":
+        return device
+    words = re.findall(r"[a-z0-9]+", torch.cuda.get_device_name().lower())
+    return "_".join(word for word in words if word not in ("nvidia", "geforce")) or device
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

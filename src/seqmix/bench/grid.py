@@ -1,0 +1,76 @@
+"""What is to be measured: a list of Points, from the config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from omegaconf import DictConfig, OmegaConf
+
+from seqmix.config import compose_run
+
+PARTS = ("training", "context", "decode", "capacity", "kernels")
+MODEL_KEYS = ("model", "channel_mixer", "size", "dropout")
+
+
+class Point(NamedTuple):
+    """One cell of the table, and all that its process has to know.
+
+    part: training (a step), context (a prompt of `length` and a token after it), decode (a token after a prompt, for `batch`
+    rows), capacity (the largest batch) or kernels. model: for kernels the op. config: plain, for the process.
+    """
+
+    part: str
+    model: str
+    size: str
+    length: int
+    batch: int
+    config: dict
+
+    @property
+    def curve(self) -> tuple[str, str, str, int]:
+        """What it has in common with the points at other lengths: one slow at a length is slow at longer ones."""
+        return self.part, self.model, self.size, 0 if self.part == "training" else self.batch
+
+    def __str__(self) -> str:
+        return f"{self.part} {self.model} {self.size} L{self.length} B{self.batch}"
+
+
+def grid(cfg: DictConfig, conf: Path) -> list[Point]:
+    """The points of a config, in the order in which they are measured. ValueError for a model, size or part that is none."""
+    for part in cfg.parts:
+        if part not in PARTS:
+            raise ValueError(f"parts must be of {', '.join(PARTS)}, got {part!r}")
+    shared = {
+        **{key: cfg[key] for key in ("device", "autocast", "threads", "seed", "seconds", "matmul_precision")},
+        "optimizer": OmegaConf.to_container(cfg.optimizer, resolve=True),
+    }
+    models = {(model, size): _model(cfg, model, size, conf) for size in cfg.sizes for model in cfg.models}
+    points = []
+    for part in cfg.parts:
+        if part == "kernels":
+            from seqmix.bench.kernels import cases
+
+            points += [Point(part, *case[:2], *case[2:4], shared | {"case": list(case)}) for case in cases(cfg.device)]
+            continue
+        for (model, size), built in models.items():
+            config = shared | {"model": built} | OmegaConf.to_container(cfg[part])
+            points += [Point(part, model, size, length, batch, config) for length, batch in _shapes(cfg, part)]
+    return points
+
+
+def _shapes(cfg: DictConfig, part: str) -> list[tuple[int, int]]:
+    """(length, batch) of a part's points."""
+    if part == "training":
+        return [(length, max(1, cfg.training.tokens // length)) for length in cfg.lengths]
+    if part == "context":
+        return [(length, 1) for length in cfg.lengths]
+    if part == "decode":
+        return [(cfg.decode.length, batch) for batch in cfg.decode.batches]
+    return [(cfg.capacity.length, 1)]
+
+
+def _model(cfg: DictConfig, model: str, size: str, conf: Path) -> dict:
+    overrides = (cfg.overrides.get(size) or {}).get(model) or []
+    run = compose_run([f"model={model}", f"size={size}", *overrides], conf, "(none)")
+    return OmegaConf.to_container(OmegaConf.masked_copy(run, list(MODEL_KEYS)))

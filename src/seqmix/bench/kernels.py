@@ -1,0 +1,370 @@
+"""Every op of seqmix_kernels by every implementation that can run here, and peers that are installed; beside the floors.
+
+A floor is the least time in which this card can do what has to be done, whatever the algorithm's details:
+
+    memory       bytes of each input and output, once, over the data sheet's HBM bandwidth
+    products     multiply-adds over the dense peak of the dtype
+    specials     exponentials, one a (b, t, d, n) of a scan and one a score of attention, over the special-function units:
+                 16 a clock a multiprocessor
+
+% of floor is the largest of the three over the measured time: 100 is perfect. fwd+bwd floors count what a backward that keeps
+nothing but its inputs must read, write, multiply and exponentiate again.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from seqmix.costs import PEAK_FLOPS, WrongError
+from seqmix.measure import EventMarks, PeakMemory, Sensors, WallMarks, time_calls
+
+L2_BYTES = 256 * 2**20  # zeroed before each call, so that inputs come from memory
+# HBM bytes a second of data sheets; special-function operations a second: 16 a clock, multiprocessors, boost clock
+BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.0e12}
+SPECIALS = {"H200": 16 * 132 * 1.98e9, "H100": 16 * 132 * 1.98e9, "A100": 16 * 108 * 1.41e9}
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-3}  # relative error of the output; gradients are for the tests
+
+
+class Case(NamedTuple):
+    """op and impl by name; length, batch; width and inner: D and N of a scan, D and W of a convolution, heads and their
+    width of attention, D and modes of an S4 kernel."""
+
+    op: str
+    impl: str
+    length: int
+    batch: int
+    width: int
+    inner: int
+    dtype: str
+
+
+class Work(NamedTuple):
+    """What has to be moved, multiplied (two FLOPs a multiply-add), exponentiated."""
+
+    bytes: float
+    flops: float = 0.0
+    specials: float = 0.0
+
+
+class Op(NamedTuple):
+    """inputs: (case, random) -> tensors; run: (case, tensors) -> output; check: (tensors, output) -> (got, want) on a piece;
+    work: (case, bytes an element) -> of the forward, of forward and backward (None: there is no backward)."""
+
+    impls: tuple[str, ...]
+    inputs: Callable
+    run: Callable
+    check: Callable
+    work: Callable
+    letters: str  # of the shape, as the op's README writes it: B, L and what width and inner are
+
+
+SHAPES = {  # length, batch, width, inner, dtype
+    "cuda": {
+        "selective_scan": ((2048, 8, 3072, 16, "bfloat16"), (65536, 1, 1536, 16, "bfloat16")),
+        "causal_conv1d": ((2048, 8, 3072, 4, "bfloat16"),),
+        "mamba_step": ((1, 1, 1536, 16, "bfloat16"), (1, 64, 1536, 16, "bfloat16")),
+        "attention": ((2048, 8, 24, 64, "bfloat16"),),
+        "fft_conv": ((2048, 8, 768, 0, "bfloat16"),),
+        "s4d_kernel": ((2048, 1, 768, 32, "float32"),),
+        "dplr_kernel": ((2048, 1, 768, 32, "float32"),),
+    },
+    "cpu": {
+        "selective_scan": ((512, 2, 128, 16, "float32"),),
+        "causal_conv1d": ((512, 2, 128, 4, "float32"),),
+        "mamba_step": ((1, 8, 128, 16, "float32"),),
+        "attention": ((512, 2, 4, 32, "float32"),),
+        "fft_conv": ((512, 2, 128, 0, "float32"),),
+        "s4d_kernel": ((512, 1, 128, 32, "float32"),),
+        "dplr_kernel": ((512, 1, 128, 32, "float32"),),
+    },
+}
+PEERS = {"selective_scan": "mamba_ssm", "causal_conv1d": "causal_conv1d"}  # by op: module of another's kernel
+
+
+def cases(device: str) -> list[Case]:
+    """Every op, implementation and shape; those that cannot run on the device say so when they are measured."""
+    found = []
+    for name, shapes in SHAPES[device].items():
+        impls = [*OPS[name].impls]
+        if name in PEERS and importlib.util.find_spec(PEERS[name]):
+            impls.append(PEERS[name])
+        found += [Case(name, impl, *shape) for shape in shapes for impl in impls]
+    return found
+
+
+def kernel_cost(case: Case, device: torch.device, seconds: float) -> dict:
+    """Milliseconds and MiB above the inputs of a forward (no gradients wanted) and of forward and backward; floors; error."""
+    case = Case(*case)
+    op, dtype = OPS[case.op], getattr(torch, case.dtype)
+    random = torch.Generator(device).manual_seed(0)
+    tensors = op.inputs(case, lambda *shape: torch.randn(*shape, generator=random, device=device), dtype)
+    run = peer(case.op) if case.impl == PEERS.get(case.op) else lambda *given: op.run(case, given)
+    numbers = {"shape": shape_of(case)}
+    scratch = torch.empty(L2_BYTES if device.type == "cuda" else 0, dtype=torch.int8, device=device)
+    peak, sensors = PeakMemory(device), Sensors(device)
+
+    def timed(call: Callable[[], object]) -> tuple[float, float, int, float | None, float]:
+        before = 0.0
+
+        def settle() -> None:
+            nonlocal before
+            peak.reset()
+            before = peak.allocated() or 0.0
+
+        timing = time_calls(
+            {"call": call}, device, seconds=seconds, before=scratch.zero_, after_warmup=settle, between=sensors,
+            marks=EventMarks() if device.type == "cuda" else WallMarks(),
+        )  # fmt: skip
+        mib = None if peak.allocated() is None else peak.allocated() - before
+        return timing.whole.median, timing.whole.iqr, timing.whole.count, mib, timing.first_ms
+
+    with torch.no_grad():
+        got, want = op.check(tensors, run(*tensors))
+    error = float((got.double() - want).norm() / want.norm())
+    del got, want
+    if not error <= TOLERANCE[dtype]:
+        raise WrongError(f"{case.op} by {case.impl} is {error:.1e} from the equation in float64, relatively")
+    numbers["check_error"] = error
+
+    def forward() -> None:
+        with torch.no_grad():
+            run(*tensors)
+
+    names = ("ms", "ms_iqr", "calls", "mib", "first_ms")
+    numbers |= {f"forward_{name}": v for name, v in zip(names, timed(forward), strict=True)}
+    once, twice = op.work(case, dtype.itemsize)
+    numbers |= floors(case, device, dtype, once, "forward_ms", numbers, "")
+    if twice is not None:
+        leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
+        dy = torch.randn_like(run(*leaves).detach())
+
+        def both() -> None:
+            torch.autograd.grad(run(*leaves), leaves, dy)
+
+        try:
+            numbers |= {f"both_{name}": v for name, v in zip(names, timed(both), strict=True)}
+        except (NotImplementedError, RuntimeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            numbers["no_backward"] = " ".join(str(error).split())[:200]
+        else:
+            numbers |= floors(case, device, dtype, twice, "both_ms", numbers, "both_")
+    return numbers | sensors.summary()
+
+
+def floors(case: Case, device: torch.device, dtype: torch.dtype, work: Work, time: str, numbers: dict, prefix: str) -> dict:
+    """The largest floor, which it is, and its share of the time; nothing on a card not in the tables."""
+    if device.type != "cuda":
+        return {}
+    name = torch.cuda.get_device_name(device)
+    card = next((card for card in BANDWIDTH if card in name), None)
+    if card is None:
+        return {}
+    found = {
+        "memory": 1e3 * work.bytes / BANDWIDTH[card],
+        "products": 1e3 * work.flops / PEAK_FLOPS[card, dtype],
+        "specials": 1e3 * work.specials / SPECIALS[card],
+    }
+    of = max(found, key=found.get)
+    return {
+        f"{prefix}floors_ms": found,
+        f"{prefix}floor_ms": found[of],
+        f"{prefix}floor_of": of,
+        f"{prefix}percent_of_floor": 100 * found[of] / numbers[time],
+    }
+
+
+def shape_of(case: Case) -> str:
+    values = {"B": case.batch, "L": case.length, "D": case.width, "H": case.width, "E": case.width}
+    values |= {"N": case.inner, "W": case.inner, "P": case.inner, "M": case.inner}
+    letters = OPS[case.op].letters
+    return " ".join(f"{letter}{values[letter]}" for letter in letters) + f" {case.dtype}"
+
+
+def peer(op: str) -> Callable:
+    """Another's kernel, called as its documentation says, on the same tensors; layouts are turned outside of nothing: the turn
+    is part of what using it on channel-last tensors costs."""
+    if op == "selective_scan":
+        from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
+
+        def scan(x, dt, A, B, C, D, z, bias):
+            x, dt, z = (t.transpose(1, 2).contiguous() for t in (x, dt, z))
+            B, C = (t.permute(0, 2, 3, 1).contiguous() for t in (B, C))
+            return selective_scan_fn(x, dt, A, B, C, D, z, bias, delta_softplus=True).transpose(1, 2)
+
+        return scan
+    from causal_conv1d import causal_conv1d_fn
+
+    return lambda x, weight, bias: causal_conv1d_fn(x.transpose(1, 2), weight, bias, activation="silu").transpose(1, 2)
+
+
+# The ops. A piece of the output is compared: by causality the first steps depend on nothing later, and a channel, a head or a
+# row on no other.
+PIECE = 64
+
+
+def _scan() -> Op:
+    from seqmix_kernels.selective_scan import IMPLS, reference, selective_scan
+
+    def inputs(case, normal, dtype):
+        wide, narrow = (case.batch, case.length, case.width), (case.batch, case.length, 1, case.inner)
+        A = -torch.arange(1.0, case.inner + 1, device=normal(1).device).repeat(case.width, 1)
+        x, dt, z, B, C = (normal(*shape).to(dtype) for shape in (wide, wide, wide, narrow, narrow))
+        return x, dt, A, B, C, normal(case.width), z, normal(case.width) - 4
+
+    def check(tensors, y):
+        x, dt, A, B, C, D, z, bias = (t.double() for t in _cut(tensors))
+        want, _ = reference.sequential(x, dt, A, B, C, D, z, bias, True, "euler", None, None)
+        return y[:1, :PIECE, :PIECE], want
+
+    def _cut(tensors):
+        x, dt, A, B, C, D, z, bias = tensors
+        n = PIECE
+        return x[:1, :n, :n], dt[:1, :n, :n], A[:n], B[:1, :n], C[:1, :n], D[:n], z[:1, :n, :n], bias[:n]
+
+    def work(case, size):
+        wide, narrow = (case.batch * case.length * n * size for n in (case.width, case.inner))
+        exps = case.batch * case.length * case.width * case.inner
+        return Work(4 * wide + 2 * narrow, 0, exps), Work(11 * wide + 6 * narrow, 0, 2 * exps)
+
+    return Op(IMPLS[1:], inputs, lambda case, t: selective_scan(*t, impl=case.impl)[0], check, work, "BLDN")
+
+
+def _conv() -> Op:
+    from seqmix_kernels.causal_conv1d import IMPLS, causal_conv1d, reference
+
+    def inputs(case, normal, dtype):
+        return normal(case.batch, case.length, case.width).to(dtype), normal(case.width, case.inner), normal(case.width)
+
+    def check(tensors, y):
+        x, weight, bias = (t.double() for t in tensors)
+        want, _ = _call(reference, "reference")(x[:1, :PIECE], weight, bias, "silu", None, None)
+        return y[:1, :PIECE], want
+
+    def work(case, size):
+        wide = case.batch * case.length * case.width * size
+        return Work(2 * wide), Work(5 * wide)
+
+    return Op(IMPLS[1:], inputs, lambda case, t: causal_conv1d(*t, "silu", impl=case.impl)[0], check, work, "BLDW")
+
+
+def _step() -> Op:
+    from seqmix_kernels.mamba_step import IMPLS, mamba_step
+
+    names = ("u", "in_proj", "conv", "x_proj", "dt_proj", "dt_bias", "A_log", "D", "out_proj", "conv_state", "ssm_state")
+
+    def inputs(case, normal, dtype):
+        E, N, B = case.width, case.inner, case.batch
+        M, R = E // 2, E // 32
+
+        def weight(rows, columns):
+            return (normal(rows, columns) * columns**-0.5).to(dtype)
+
+        A_log = torch.arange(1.0, N + 1, device=normal(1).device).log().repeat(E, 1)
+        products = weight(2 * E, M), normal(E, 4), weight(R + 2 * N, E), weight(E, R)
+        states = normal(B, 3, E).to(dtype), normal(B, E, N)
+        return normal(B, M).to(dtype), *products, normal(E) - 4, A_log, normal(E), weight(M, E), *states
+
+    def run(impl, tensors):
+        return mamba_step(**dict(zip(names, tensors, strict=True)), impl=impl)[0]
+
+    def check(tensors, y):
+        return y, run("reference", [t.double() for t in tensors])
+
+    def work(case, size):
+        E, N, B = case.width, case.inner, case.batch
+        M, R = E // 2, E // 32
+        weights = E * (2 * M + R + 2 * N + R + M)
+        states = B * E * (2 * N * 4 + 2 * 3 * size)
+        return Work(weights * size + E * (N + 6) * 4 + states + 2 * B * M * size, 2 * B * weights, B * E * N), None
+
+    return Op(IMPLS[1:], inputs, lambda case, t: run(case.impl, t), check, work, "BEN")
+
+
+def _attention() -> Op:
+    from seqmix_kernels.attention import IMPLS, attention
+
+    def inputs(case, normal, dtype):
+        return tuple(normal(case.batch, case.length, case.width, case.inner).to(dtype) for _ in range(3))
+
+    def check(tensors, y):
+        want = attention(*(t[:1, : 2 * PIECE].double() for t in tensors), impl="math")
+        return y[:1, : 2 * PIECE], want
+
+    def work(case, size):
+        wide = case.batch * case.length * case.width * case.inner * size
+        scores = case.batch * case.width * case.length**2 / 2  # the causal half
+        flops = 4 * scores * case.inner
+        return Work(4 * wide, flops, scores), Work(12 * wide, 3.5 * flops, 2 * scores)
+
+    return Op(IMPLS[1:], inputs, lambda case, t: attention(*t, impl=case.impl), check, work, "BLHP")
+
+
+def _fft_conv() -> Op:
+    from seqmix_kernels.fft_conv import IMPLS, fft_conv
+
+    def inputs(case, normal, dtype):
+        kernel = normal(case.width, case.length) * 0.9 ** torch.arange(case.length, device=normal(1).device).clamp(max=500)
+        return normal(case.batch, case.length, case.width).to(dtype), kernel, normal(case.width)
+
+    def check(tensors, y):
+        u, kernel, D = (t.double() for t in tensors)
+        want = fft_conv(u[:1, :PIECE, :PIECE], kernel[:PIECE, :PIECE], D[:PIECE], impl="reference")
+        return y[:1, :PIECE, :PIECE], want
+
+    def work(case, size):
+        wide, taps = case.batch * case.length * case.width * size, 4 * case.length * case.width
+        return Work(2 * wide + taps), Work(5 * wide + 3 * taps)
+
+    return Op(IMPLS[1:], inputs, lambda case, t: fft_conv(*t, impl=case.impl), check, work, "BLD")
+
+
+def _s4_kernel(name: str) -> Op:
+    from seqmix_kernels import s4_kernel
+
+    def decay(case, normal):
+        D, M = case.width, case.inner
+        dt = torch.exp(normal(D, 1).sigmoid() * 4.6 - 6.9)  # log-uniform-like in [0.001, 0.1]
+        A = torch.stack((-0.5 * torch.ones(M), torch.pi * torch.arange(M)), -1).to(dt.device)  # S4D-Lin
+        return dt[..., None] * A, dt  # (D, M, 2)
+
+    def inputs(case, normal, dtype):
+        a, dt = decay(case, normal)
+        a, c = a.to(torch.float64), normal(case.width, case.inner, 2).to(dtype)
+        if name == "s4d_kernel":
+            return a, c
+        P = (normal(case.width, case.inner, 2) * 0.5 * dt[..., None].sqrt()).double()
+        return a, P, (dt[..., None] * torch.ones_like(a)).double(), c
+
+    def run(case, tensors):
+        return getattr(s4_kernel, name)(*tensors, case.length, impl=case.impl)
+
+    def check(tensors, K):
+        want = getattr(s4_kernel, name)(*(t[:8].double() for t in tensors), K.shape[-1], impl="reference")
+        return K[:8], want
+
+    def work(case, size):
+        D, M, L = case.width, case.inner, case.length
+        return Work(4 * D * L + 24 * D * M, 4 * D * M * L), Work(8 * D * L + 48 * D * M, 12 * D * M * L)
+
+    return Op(s4_kernel.IMPLS[1:], inputs, run, check, work, "LDM")
+
+
+def _call(module: object, name: str) -> Callable:
+    """A function, or that of the same name in the module that was imported in its place."""
+    return module if callable(module) else getattr(module, name)
+
+
+OPS: dict[str, Op] = {
+    "selective_scan": _scan(),
+    "causal_conv1d": _conv(),
+    "mamba_step": _step(),
+    "attention": _attention(),
+    "fft_conv": _fft_conv(),
+    "s4d_kernel": _s4_kernel("s4d_kernel"),
+    "dplr_kernel": _s4_kernel("dplr_kernel"),
+}
