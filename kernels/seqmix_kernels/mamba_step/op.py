@@ -69,6 +69,8 @@ def mamba_step(
         raise ValueError(f"impl='fused' cannot run here: {reason}")
     if impl == "fused":
         return torch.ops.seqmix.mamba_step(*tensors, discretization, dtype)
+    if not torch.is_autocast_enabled(device):  # a context of its own would cost a tenth of a small step
+        return reference(*tensors, discretization)
     with torch.autocast(device, enabled=False):
         return reference(u.to(dtype), *tensors[1:], discretization)
 
