@@ -14,6 +14,8 @@ CASES = [  # B, M, E, N, R, W, dtype, discretization, biases
     (2, 30, 70, 16, 6, 2, "float16", "euler", True),
     (6, 30, 70, 16, 6, 4, "float16", "euler", False),
 ]
+ORDER = ("u", "in_proj", "in_bias", "conv", "conv_bias", "x_proj", "dt_proj", "dt_bias", "A_log", "D", "out_proj", "out_bias",
+         "conv_state", "ssm_state")  # fmt: skip
 OWN = ("ssm_state", "dt_bias", "A_log", "D")  # float32 beside 16 bits
 
 
@@ -52,6 +54,11 @@ def errors(tensors, dtype, discretization, device="cpu"):
 
 if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"  # read where the kernels are made, at their first use
+    for batch in (2, 5):
+        given = make(batch, 6, 10, 5, 3, 4, True)
+        tensors = [given[name].float() for name in ORDER]
+        args = (*tensors, "euler", torch.bfloat16)
+        torch.library.opcheck(torch.ops.seqmix.mamba_step.default, args, test_utils=("test_schema", "test_faketensor"))
     for *sizes, dtype, discretization, biases in CASES:
         row = errors(make(*sizes, biases), getattr(torch, dtype), discretization)
         print(json.dumps({"case": f"{sizes} {dtype} {discretization} {biases}"} | row), flush=True)
