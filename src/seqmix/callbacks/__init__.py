@@ -1,6 +1,7 @@
 """Thin Lightning hooks over seqmix.measure. Those that measure have `summary()`: names and values for summary.json."""
 
 from seqmix.callbacks.checkpoint import BestCheckpoint, LastCheckpoint, best_checkpoint
+from seqmix.callbacks.kernels import Kernels
 from seqmix.callbacks.memory import Memory
 from seqmix.callbacks.nonfinite import NonFiniteError, NonFiniteGuard
 from seqmix.callbacks.predictions import Predictions
@@ -9,6 +10,7 @@ from seqmix.callbacks.throughput import Throughput
 
 __all__ = [
     "BestCheckpoint",
+    "Kernels",
     "LastCheckpoint",
     "Memory",
     "NonFiniteError",

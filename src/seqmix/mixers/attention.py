@@ -1,14 +1,20 @@
-"""Causal softmax attention with rotary positions.
+"""Causal softmax attention, with the ways of telling it where a token stands.
 
-    y_t = W_o concat_h Σ_{s<=t} softmax_s(q_t·k_s / √P) v_s     Vaswani et al. 2017, "Attention Is All You Need", §3.2
-    q_t = R(t) W_q x_t,  k_s = R(s) W_k x_s                     R turns pairs, so q_t·k_s sees t - s alone: Su et al.
-                                                                2021, "RoFormer", §3.2
+    y_t = W_o concat_h Σ_{s<=t} softmax_s(q_t·k_s / √P + b_h(t - s)) v_s     Vaswani et al. 2017, §3.2
+    q_t = R(t) W_q x_t,  k_s = R(s) W_k x_s,  v_s = W_v x_s
+
+    rope         R turns pairs of q and k, so that q_t·k_s sees t - s alone       Su et al. 2021, "RoFormer", §3.2
+    none         nothing but causality tells positions apart                     Kazemnejad et al. 2023, "NoPE"
+    alibi        b_h = -m_h (t - s)                                              Press et al. 2022, §3
+    hard_alibi   head h < m sees its last h + 1 tokens, the others see all        Jelassi et al. 2024, §3.1
+
 With fewer key heads than query heads, n_heads / n_kv_heads neighbouring query heads read one key head (Ainslie et al.
-2023, "GQA"). The state is the cache of rotated keys and of values: it grows with the sequence.
+2023, "GQA"). The state is the cache of rotated keys and of values: it grows with the sequence, a page at a time.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -16,19 +22,50 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqmix.mixers.base import Mixer
+from seqmix_kernels.attention import IMPLS, alibi_slopes, attention, case_of, which_impl
+
+POSITIONS = ("rope", "none", "alibi", "hard_alibi")
+SCALINGS = ("linear", "ntk")
 
 
 class AttentionState(NamedTuple):
-    k: Tensor  # (B, L, H_kv, P), rotated
-    v: Tensor  # (B, L, H_kv, P)
+    """A row's tokens stand in slots 0..length-1; what is behind them is spare, and may hold anything.
+
+    Rows may have different lengths. Right-padded prompts are prefilled as they are and then cut: with
+    `state._replace(length=...)` the pads are spare slots. Rows are reordered, dropped or repeated by indexing each tensor.
+
+    A step writes into the spare slots of the buffers it was handed, if no other state has used them since: states stay
+    values, and only where a kept state is continued a second time are the buffers copied. Under torch.compile, and while
+    a CUDA graph is captured, nobody can look: there the state handed in is used up, and its capacity must suffice.
+    """
+
+    k: Tensor  # (B, H_kv, C, P), rotated; the capacity C is a whole number of pages
+    v: Tensor  # (B, H_kv, C, P)
+    length: Tensor  # (B,) int32
+
+    def reserve(self, tokens: int) -> AttentionState:
+        """The same state with room for `tokens` more in every row: what a CUDA graph needs, whose buffers cannot grow."""
+        extra = _span(self.length)[1] + tokens - self.k.shape[2]
+        if extra <= 0:
+            return self
+        k, v = (F.pad(t, (0, 0, 0, extra)) for t in (self.k, self.v))
+        return _marked(k, v, self.length.view_as(self.length), _span(self.length))
 
 
 class Attention(Mixer):
     """Multi-head causal attention.
 
-    n_heads divides d_model, n_kv_heads (null: n_heads) divides n_heads. rotary_fraction: the part of each head that
-    rotates; 0 leaves attention without positions. qk_norm: RMS norm of q and k over a head (Henry et al. 2020).
+    n_heads divides d_model, n_kv_heads (null: n_heads) divides n_heads.
+    positions: rope, none, alibi, hard_alibi, as above; the last two leave rope_* unused.
+    rotary_fraction: the part of each head that rotates. rope_base: pair i turns by base^(-2i/R) a position, in float32.
+    rope_scaling, rope_factor: for sequences rope_factor times those of the training: linear divides positions by it (Chen
+    et al. 2023), ntk raises the base so that the slowest pair turns that much slower, the fastest no slower.
+    hard_alibi_heads: m, null: half of the heads.
+    window: tokens a head sees, itself the last; null: all.
+    qk_norm: RMS norm of q and k over a head (Henry et al. 2020).
     attn_dropout: of attention weights, in training only.
+    attn_impl: which implementation runs (seqmix_kernels/attention); all compute one function.
+    cache_page: the cache grows by so many tokens.
     """
 
     def __init__(
@@ -36,12 +73,19 @@ class Attention(Mixer):
         d_model: int,
         n_heads: int = 4,
         n_kv_heads: int | None = None,
+        positions: str = "rope",
         rotary_fraction: float = 1.0,
+        rope_base: float = 10_000.0,
+        rope_scaling: str = "linear",
+        rope_factor: float = 1.0,
+        hard_alibi_heads: int | None = None,
+        window: int | None = None,
         qk_norm: bool = False,
         attn_dropout: float = 0.0,
+        attn_impl: str = "auto",
+        cache_page: int = 256,
         *,
         bias: bool = False,
-        rope_base: float = 10_000.0,
     ):
         super().__init__()
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
@@ -49,20 +93,45 @@ class Attention(Mixer):
             raise ValueError(f"n_heads must divide d_model, got n_heads={n_heads} and d_model={d_model}")
         if n_kv_heads < 1 or n_heads % n_kv_heads:
             raise ValueError(f"n_kv_heads must divide n_heads, got n_kv_heads={n_kv_heads} and n_heads={n_heads}")
+        if positions not in POSITIONS:
+            raise ValueError(f"positions must be one of {', '.join(POSITIONS)}, got {positions!r}")
         if not 0.0 <= rotary_fraction <= 1.0:
             raise ValueError(f"rotary_fraction must lie in [0, 1], got {rotary_fraction!r}")
+        if not rope_base > 1.0:
+            raise ValueError(f"rope_base must be above 1, got {rope_base!r}")
+        if rope_scaling not in SCALINGS:
+            raise ValueError(f"rope_scaling must be one of {', '.join(SCALINGS)}, got {rope_scaling!r}")
+        if not rope_factor >= 1.0:
+            raise ValueError(f"rope_factor must be at least 1, got {rope_factor!r}")
+        if hard_alibi_heads is not None and not 0 <= hard_alibi_heads <= n_heads:
+            raise ValueError(f"hard_alibi_heads must lie in 0..n_heads = {n_heads}, got {hard_alibi_heads}")
+        if window is not None and window < 1:
+            raise ValueError(f"window must be at least 1, got {window}")
         if not 0.0 <= attn_dropout < 1.0:
             raise ValueError(f"attn_dropout must lie in [0, 1), got {attn_dropout!r}")
+        if attn_impl not in IMPLS:
+            raise ValueError(f"attn_impl must be one of {', '.join(IMPLS)}, got {attn_impl!r}")
+        if cache_page < 1:
+            raise ValueError(f"cache_page must be at least 1, got {cache_page}")
         self.d_model, self.n_heads, self.n_kv_heads = d_model, n_heads, n_kv_heads
         self.head_dim = d_model // n_heads
-        self.rotary_dim = round(rotary_fraction * self.head_dim)
+        self.rotary_dim = round(rotary_fraction * self.head_dim) if positions == "rope" else 0
         if self.rotary_dim % 2:
             raise ValueError(
                 f"rotary positions turn pairs, so their width must be even: d_model={d_model}, n_heads={n_heads} and "
                 f"rotary_fraction={rotary_fraction} give {self.rotary_dim} of a head of {self.head_dim}; "
                 f"rotary_fraction={(self.rotary_dim - 1) / self.head_dim:.3g} would do"
             )
-        self.rope_base, self.attn_dropout = rope_base, attn_dropout
+        self.rope_base, self.rope_shrink = rope_base, rope_factor
+        if rope_scaling == "ntk":
+            self.rope_base = rope_base * rope_factor ** (self.rotary_dim / max(self.rotary_dim - 2, 1))
+            self.rope_shrink = 1.0
+        self.slopes = alibi_slopes(n_heads) if positions == "alibi" else None
+        self.window: int | tuple[int | None, ...] | None = window
+        if positions == "hard_alibi":
+            m = n_heads // 2 if hard_alibi_heads is None else hard_alibi_heads
+            self.window = (*range(1, m + 1), *(window,) * (n_heads - m))
+        self.attn_dropout, self.attn_impl, self.cache_page = attn_dropout, attn_impl, cache_page
         self.q_proj = nn.Linear(d_model, n_heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(d_model, n_kv_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(d_model, n_kv_heads * self.head_dim, bias=bias)
@@ -74,59 +143,149 @@ class Attention(Mixer):
         self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-5) if qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(self.head_dim, eps=1e-5) if qk_norm else nn.Identity()
 
+    def forward(self, x: Tensor, seq_idx: Tensor | None = None) -> Tensor:
+        """x (B, L, D) -> y (B, L, D). seq_idx (B, L) integers: documents packed in a row, none of which sees another."""
+        q, k, v = self._project(x, torch.arange(x.shape[1], device=x.device))
+        return self._out(self._attend(q, k, v, seq_idx=seq_idx))
+
     def init_state(self, batch: int) -> AttentionState:
-        empty = self.k_proj.weight.new_zeros(batch, 0, self.n_kv_heads, self.head_dim)
-        return AttentionState(empty, empty.clone())
+        empty = self.k_proj.weight.new_zeros(batch, self.n_kv_heads, 0, self.head_dim)
+        length = torch.zeros(batch, dtype=torch.int32, device=empty.device)
+        return _marked(empty, empty.clone(), length, (0, 0))
 
     def prefill(self, x: Tensor, state: AttentionState) -> tuple[Tensor, AttentionState]:
+        L = x.shape[1]
+        if L == 0:
+            return self._out(x.new_empty(len(x), 0, self.n_heads, self.head_dim)), state
+        steps = torch.arange(L, device=x.device)
+        if torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            q, k, v = self._project(x, state.length[:, None] + steps)
+            after = _write_blindly(state, k, v)
+            y = self._attend(q, after.k.transpose(1, 2), after.v.transpose(1, 2), lengths=after.length)
+            return self._out(y), after
+
+        first, last = _span(state.length)
+        q, k, v = self._project(x, steps + first if first == last else state.length[:, None] + steps)
+        after = _write(state, k, v, self.cache_page, torch.is_grad_enabled() and q.requires_grad)
+        if last == 0:
+            return self._out(self._attend(q, k, v)), after
+        one_corner = first == last and L > 1
+        seen = last + L if one_corner else min(-(-(last + L) // 64) * 64, after.k.shape[2])
+        k, v = (t[:, :, :seen].transpose(1, 2).to(q.dtype) for t in (after.k, after.v))  # (B, S, H_kv, P)
+        return self._out(self._attend(q, k, v, lengths=None if one_corner else after.length)), after
+
+    def kernels_used(self, length: int) -> dict[str, str]:
+        """What computes attention over `length` tokens under the autocast and gradient mode of the caller, and why."""
+        weight = self.k_proj.weight
+        kind = weight.device.type
+        low = torch.is_autocast_enabled(kind) and weight.dtype != torch.float64
+        dtype = torch.get_autocast_dtype(kind) if low else weight.dtype
+        q = torch.empty(0, length, self.n_heads, self.head_dim, dtype=dtype, device=weight.device)
+        q.requires_grad_(torch.is_grad_enabled())
+        k = q[:, :, : self.n_kv_heads]
+        case = case_of(q, k, k, self.window, self.slopes, dropout=self.attn_dropout if self.training else 0.0)
+        name, reason = which_impl(case) if self.attn_impl == "auto" else (self.attn_impl, "asked for")
+        return {"attention": f"{name} ({reason})"}
+
+    def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x (B, L, D) at positions (L,) or (B, L) -> q (B, L, H, P), k and v (B, L, H_kv, P)."""
         B, L, _ = x.shape
-        past = state.k.shape[1]
-        q = self.q_proj(x).view(B, L, self.n_heads, self.head_dim)
-        k = self.k_proj(x).view(B, L, self.n_kv_heads, self.head_dim)
+        q = self.q_norm(self.q_proj(x).view(B, L, self.n_heads, self.head_dim))
+        k = self.k_norm(self.k_proj(x).view(B, L, self.n_kv_heads, self.head_dim))
         v = self.v_proj(x).view(B, L, self.n_kv_heads, self.head_dim)
-        cos, sin = rotary_phases(past, L, self.rotary_dim, self.rope_base, x)  # (L, 1, R/2) each
-        q = rotate(self.q_norm(q), cos, sin).to(v.dtype)
-        k = rotate(self.k_norm(k), cos, sin).to(v.dtype)
-        if past:
-            k = torch.cat((state.k.to(k.dtype), k), dim=1)  # (B, past + L, H_kv, P)
-            v = torch.cat((state.v.to(v.dtype), v), dim=1)
-        y = causal_attention(q, k, v, self.attn_dropout if self.training else 0.0)  # (B, L, H, P)
-        return self.out_proj(y.reshape(B, L, self.n_heads * self.head_dim)), AttentionState(k, v)
+        if self.rotary_dim:
+            cos, sin = rotary_phases(positions, self.rotary_dim, self.rope_base, self.rope_shrink, x.dtype)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        return q.to(v.dtype), k.to(v.dtype), v
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, seq_idx: Tensor | None = None, lengths: Tensor | None = None) -> Tensor:
+        dropout = self.attn_dropout if self.training else 0.0
+        return attention(q, k, v, self.window, self.slopes, seq_idx, lengths, dropout, self.attn_impl)
+
+    def _out(self, y: Tensor) -> Tensor:
+        return self.out_proj(y.flatten(2))
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
-    """q (B, L, H, P), k and v (B, S, H_kv, P) with S >= L -> (B, L, H, P); the last query sees all S keys.
+def rotary_phases(positions: Tensor, width: int, base: float, shrink: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin (..., 1, width/2) of t/shrink · base^(-2i/width) for positions t (...), integers.
 
-    Query i sees keys 0..S-L+i. `is_causal` anchors the mask at the top left corner, which is right for S = L alone;
-    against a cache the mask is made here, anchored at the bottom right.
+    In float32 or wider whatever `dtype`: 16-bit numbers cannot tell position 256 from 257.
     """
-    L, S = q.shape[1], k.shape[1]
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, L, P), (B, H_kv, S, P)
-    mask = None
-    if 1 < L < S:
-        mask = torch.ones(L, S, dtype=torch.bool, device=q.device).tril(S - L)
-    y = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=L == S, enable_gqa=q.shape[1] != k.shape[1]
-    )
-    return y.transpose(1, 2)
-
-
-def rotary_phases(start: int, length: int, width: int, base: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin (length, 1, width/2) of t · base^(-2i/width), for t from `start`, on the device of `like`.
-
-    In float32 or wider whatever the dtype of `like`: 16-bit numbers cannot tell position 256 from 257.
-    """
-    dtype = torch.promote_types(like.dtype, torch.float32)
-    t = torch.arange(start, start + length, device=like.device, dtype=dtype)
-    frequency = base ** (torch.arange(0, width, 2, device=like.device, dtype=dtype) / -max(width, 1))
-    phase = (t[:, None] * frequency)[:, None]  # (L, 1, R/2)
+    dtype = torch.promote_types(dtype, torch.float32)
+    frequency = base ** (torch.arange(0, width, 2, device=positions.device, dtype=dtype) / -max(width, 1))
+    phase = (positions.to(dtype) / shrink)[..., None, None] * frequency  # (..., 1, R/2)
     return phase.cos(), phase.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn pair (i, i + R/2) of the first R numbers of x (B, L, H, P) by phase i; result in the dtype of the phases."""
     half = cos.shape[-1]
-    if half == 0:
-        return x
     a, b, rest = x.to(cos.dtype).split((half, half, x.shape[-1] - 2 * half), dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos, rest), dim=-1)
+
+
+# ---- the cache ------------------------------------------------------------------------------------------------------
+# Two facts ride on the tensors, as attributes, so that a step need not ask the device: `length.span`, the least and most
+# of its entries; and a ticket, on `length` and on its buffer `k`: where they are equal no other state has written there
+# since. A tensor that somebody else made (a row of a batch, a copy, a cut length) has neither: it is read, or copied.
+
+_tickets = itertools.count()
+
+
+def _marked(k: Tensor, v: Tensor, length: Tensor, span: tuple[int, int]) -> AttentionState:
+    length.span, length.ticket = span, next(_tickets)
+    k.ticket = length.ticket
+    return AttentionState(k, v, length)
+
+
+def _span(length: Tensor) -> tuple[int, int]:
+    if not hasattr(length, "span"):
+        length.span = tuple(torch.stack(length.aminmax()).tolist()) if len(length) else (0, 0)
+    return length.span
+
+
+def _write(state: AttentionState, k: Tensor, v: Tensor, page: int, keep_graph: bool) -> AttentionState:
+    """The state after k and v (B, L, H_kv, P); in place where nobody else can see it and no graph of autograd needs it."""
+    first, last = _span(state.length)
+    L, room = k.shape[1], state.k.shape[2]
+    need = last + L
+    mine = getattr(state.k, "ticket", -1) == getattr(state.length, "ticket", -2)
+    in_place = mine and need <= room and (state.k.dtype == k.dtype or last > 0)
+    in_place = in_place and not keep_graph and not state.k.requires_grad
+    buffers = []
+    for old, new in ((state.k, k), (state.v, v)):
+        if not in_place:
+            old = old.to(new.dtype) if last == 0 else old  # what comes first decides the dtype
+            old = F.pad(old, (0, 0, 0, max(0, -(-need // page) * page - room))) if need > room else old.clone()
+        new = new.to(old.dtype)
+        if first == last:
+            if keep_graph or old.requires_grad:
+                old = torch.slice_scatter(old, new.transpose(1, 2), 2, last, need)
+            else:
+                old[:, :, last:need] = new.transpose(1, 2)
+        else:
+            slots = _slots(state.length, L)
+            if keep_graph or old.requires_grad:
+                old = old.transpose(1, 2).index_put(slots, new).transpose(1, 2)
+            else:
+                old.transpose(1, 2).index_put_(slots, new)
+        buffers.append(old)
+    return _marked(*buffers, state.length + L, (first + L, need))
+
+
+def _write_blindly(state: AttentionState, k: Tensor, v: Tensor) -> AttentionState:
+    """`_write` where the lengths are on the device and Python does not run again: no growing, no copying, no looking.
+
+    Past the capacity the device stops with an assertion.
+    """
+    if not torch.compiler.is_compiling() and hasattr(state.length, "span"):
+        del state.length.span  # replays move it on unseen
+    slots = _slots(state.length, k.shape[1])
+    state.k.transpose(1, 2).index_put_(slots, k.to(state.k.dtype))
+    state.v.transpose(1, 2).index_put_(slots, v.to(state.v.dtype))
+    return AttentionState(state.k, state.v, state.length + k.shape[1])
+
+
+def _slots(length: Tensor, L: int) -> tuple[Tensor, Tensor]:
+    rows = torch.arange(len(length), device=length.device)[:, None]
+    return rows, length[:, None] + torch.arange(L, device=length.device, dtype=torch.int32)

@@ -1,0 +1,144 @@
+"""flash-attn-4 (FlashAttention in CuTe's Python, compiled at its first call) as a registered operator.
+
+Its own autograd.Function breaks the graph of torch.compile; the two functions under it, forward and backward, do not
+once they are one operator each. Both take (B, L, H, P) with any outer strides: nothing is transposed or copied.
+"""
+
+import functools
+import importlib
+import warnings
+
+import torch
+from torch import Tensor
+
+INSTALL = "pip install -e '.[gpu]' (the extra `gpu` of seqmix: flash-attn-4)"
+
+
+def why_not(case) -> str | None:
+    if case.device.type != "cuda":
+        return f"flash-attn-4 needs an NVIDIA GPU, q is on the {case.device.type.upper()}"
+    if case.dtype not in (torch.bfloat16, torch.float16):
+        return f"flash-attn-4 computes in bfloat16 and float16, q is {str(case.dtype)[6:]}"
+    major, minor = torch.cuda.get_device_capability(case.device)
+    if (major, minor) < ((9, 0) if case.train else (8, 0)):
+        needs = "9.0 for gradients" if case.train else "8.0"
+        return f"flash-attn-4 needs compute capability {needs}, this card has {major}.{minor}"
+    most = 256 if major == 9 else 128
+    if case.head_dim > most:
+        return f"heads are at most {most} wide on this card, these are {case.head_dim} with padding and positions"
+    if case.dropout:
+        return "flash-attn-4 has no dropout"
+    if case.cached and case.train:
+        return "its gradients do not reach through lengths here"
+    return missing()
+
+
+def missing() -> str | None:
+    """Why the package cannot be used; None if it can."""
+    return _missing()
+
+
+missing._dynamo_marked_constant = True  # as torch.compiler.assume_constant_result would
+
+
+@functools.cache
+def _missing() -> str | None:
+    try:
+        _interface()
+    except ImportError as error:
+        return f"flash-attn-4 cannot be imported ({error}); to install it: {INSTALL}"
+    return None
+
+
+@functools.cache
+def _interface():
+    # CUTLASS tells its own caller, at each compilation, that an argument of its own is a constant
+    warnings.filterwarnings("ignore", message="Argument aux_data", category=UserWarning)
+    return importlib.import_module("flash_attn.cute.interface")  # seconds: only where it will run
+
+
+def flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int | None,
+    offsets: Tensor | None,
+    lengths: Tensor | None,
+    dropout: float,
+    longest: int | None = None,
+) -> Tensor:
+    """On (B, L, H, P); with offsets on (B L, H, P)."""
+    return torch.ops.seqmix.fa4_fwd(q, k, v, offsets, lengths, scale, window, longest)[0]
+
+
+torch.library.define(
+    "seqmix::fa4_fwd",
+    "(Tensor q, Tensor k, Tensor v, Tensor? offsets, Tensor? lengths, float scale, SymInt? window, SymInt? longest) -> "
+    "(Tensor y, Tensor lse)",
+)
+torch.library.define(
+    "seqmix::fa4_bwd",
+    "(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor y, Tensor lse, Tensor? offsets, float scale, SymInt? window, "
+    "SymInt? longest) -> (Tensor dq, Tensor dk, Tensor dv)",
+)
+
+
+def _span(window, offsets, longest):
+    span = {"causal": True, "window_size_left": None if window is None else window - 1}
+    if offsets is not None:
+        span |= {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    return span
+
+
+def forward(q, k, v, offsets, lengths, scale, window, longest):
+    # the log-sum-exp is always asked for: one compiled kernel for training and evaluation
+    span = _span(window, offsets, longest)
+    y, lse, *_ = _interface()._flash_attn_fwd(q, k, v, seqused_k=lengths, softmax_scale=scale, return_lse=True, **span)
+    return y, lse
+
+
+def backward(dy, q, k, v, y, lse, offsets, scale, window, longest):
+    span = _span(window, offsets, longest)
+    repeatable = torch.are_deterministic_algorithms_enabled()
+    return _interface()._flash_attn_bwd(
+        q, k, v, y, dy.contiguous(), lse, softmax_scale=scale, deterministic=repeatable, **span
+    )
+
+
+torch.library.impl("seqmix::fa4_fwd", "CompositeExplicitAutograd", forward)
+torch.library.impl("seqmix::fa4_bwd", "CompositeExplicitAutograd", backward)
+
+
+@torch.library.register_fake("seqmix::fa4_fwd")
+def _fake_forward(q, k, v, offsets, lengths, scale, window, longest):
+    rows = (q.shape[0], q.shape[2], q.shape[1]) if offsets is None else (q.shape[1], q.shape[0])
+    return q.new_empty(q.shape), q.new_empty(rows, dtype=torch.float32)
+
+
+@torch.library.register_fake("seqmix::fa4_bwd")
+def _fake_backward(dy, q, k, v, y, lse, offsets, scale, window, longest):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup_context(ctx, inputs, output):
+    q, k, v, offsets, _, ctx.scale, ctx.window, ctx.longest = inputs
+    y, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, y, lse, offsets)
+
+
+def _backward(ctx, dy, _):
+    if dy is None:
+        return (None,) * 8
+    grads = torch.ops.seqmix.fa4_bwd(dy, *ctx.saved_tensors, ctx.scale, ctx.window, ctx.longest)
+    return *grads, *(None,) * 5
+
+
+def _no_second_derivative(ctx, *_):
+    raise NotImplementedError('flash-attn-4 has no second derivative; impl="math" has one')
+
+
+torch.library.register_autograd("seqmix::fa4_fwd", _backward, setup_context=_setup_context)
+torch.library.register_autograd("seqmix::fa4_bwd", _no_second_derivative)

@@ -1,0 +1,28 @@
+"""Which implementation of each operator a run took, and why not a faster one: into the run's config and its summary."""
+
+from __future__ import annotations
+
+import lightning as L
+import torch
+
+
+class Kernels(L.Callback):
+    """Asks every part of the model that has `kernels_used(length)`: names of operators, and what computes them and why.
+
+    At the start of training, under the precision and on the device of the run: where a choice is measured, this is when.
+    """
+
+    def __init__(self):
+        self._used: dict[str, str] = {}
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._used = {}
+        with trainer.precision_plugin.forward_context(), torch.enable_grad():
+            for part in pl_module.model.modules():
+                if hasattr(part, "kernels_used"):
+                    self._used |= part.kernels_used(trainer.datamodule.seq_len)
+        for logger in trainer.loggers:
+            logger.log_hyperparams({"kernels": self._used})
+
+    def summary(self) -> dict[str, dict[str, str]]:
+        return {"kernels": self._used}

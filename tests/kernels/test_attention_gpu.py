@@ -1,0 +1,143 @@
+"""Attention on a GPU: every implementation against the equation in float64, the choice, torch.compile, CUDA graphs."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from seqmix.channel_mixers import SwiGLU
+from seqmix.measure import tensors
+from seqmix.mixers.attention import Attention
+from seqmix.model import SequenceModel
+from seqmix_kernels.attention import IMPLS, attention, case_of, which_impl
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:Argument aux_data:UserWarning"),  # of CUTLASS, about itself
+]
+V = 64
+
+
+def cases():
+    if not torch.cuda.is_available():  # the bench imports Triton
+        return []
+    from seqmix_kernels.attention.bench import CHECKS
+
+    return CHECKS
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: f"{case[0]} {str(case[2])[6:]}")
+@pytest.mark.parametrize("impl", IMPLS)
+def test_every_implementation_is_the_equation(case, impl):
+    from seqmix_kernels.attention.bench import budget, errors
+
+    _, sizes, dtype, told = case
+    try:
+        found = errors(impl, sizes, dtype, told)
+    except ValueError as refused:
+        assert impl not in ("auto", "math") and "cannot run here: " in str(refused)
+        return
+    assert all(error <= budget(dtype) for error in found.values()), found
+
+
+def qkv(dtype=torch.bfloat16, L=64, P=64, grad=True):
+    return [torch.randn(2, L, 4, P, device="cuda", dtype=dtype, requires_grad=grad) for _ in range(3)]
+
+
+def test_auto_says_what_it_measured():
+    name, reason = which_impl(case_of(*qkv()))
+    assert name in ("fa4", "fa2", "cudnn", "flash") and "fastest of " in reason and " ms" in reason
+    assert which_impl(case_of(*qkv(torch.float32)))[0] == "efficient"
+    assert "q is float32" in which_impl(case_of(*qkv(torch.float32)))[1]
+
+
+@pytest.mark.parametrize("impl", ["fa4", "fa2", "cudnn", "flash"])
+def test_float32_is_refused_with_the_reason(impl):
+    with pytest.raises(ValueError, match=f"impl='{impl}' cannot run here: .*q is float32"):
+        attention(*qkv(torch.float32), impl=impl)
+
+
+def test_gradients_repeat_bitwise_where_determinism_is_asked_for():
+    leaves = qkv(L=1000)
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = [torch.autograd.grad(attention(*leaves).float().square().sum(), leaves) for _ in range(3)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for a, b, c in zip(*runs, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
+
+
+def model(**keys):
+    torch.manual_seed(0)
+    mixer = partial(Attention, n_heads=4, **keys)
+    return SequenceModel(V, 256, 2, mixer, partial(SwiGLU, expand=2)).cuda()
+
+
+OPTIONS = [{}, {"positions": "alibi"}, {"positions": "hard_alibi"}, {"window": 33}, {"n_kv_heads": 2, "qk_norm": True}]
+
+
+@pytest.mark.parametrize("keys", OPTIONS, ids=str)
+def test_a_compiled_step_is_the_eager_one(keys):
+    net, tokens = model(**keys), torch.randint(V, (2, 300), device="cuda")
+
+    def loss(tokens):
+        with torch.autocast("cuda", torch.bfloat16):
+            return F.cross_entropy(net(tokens)[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+    grads = []
+    for run in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True)):
+        net.zero_grad()
+        run(tokens).backward()
+        grads.append([p.grad.clone() for p in net.parameters()])
+    for a, b in zip(*grads, strict=True):
+        assert (a - b).norm() <= 2e-2 * a.norm()
+
+
+@pytest.mark.parametrize("keys", OPTIONS, ids=str)
+@torch.inference_mode()
+def test_decoding_under_a_cuda_graph_is_decoding(keys):
+    """As the README of the op tells it: a warm-up step, one capture, then a replay a token; the state's tensors stay put."""
+    net, tokens = model(**keys).bfloat16().eval(), torch.randint(V, (3, 160), device="cuda")
+    _, state = net.prefill(tokens[:, :100], net.init_state(3))
+    state = tuple(block._replace(length=block.length - torch.tensor([0, 7, 50], device="cuda").int()) for block in state)
+    eager, after = [], state
+    for token in tokens[:, 100:].unbind(1):
+        logits, after = net.step(token, after)
+        eager.append(logits)
+
+    token = tokens[:, 100].clone()
+    logits, static = net.step(token, state)  # makes the buffers its own, and warms up
+    outs = [logits]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, new = net.step(token, static)
+        for old, moved in zip(tensors(static), tensors(new), strict=True):
+            if old.data_ptr() != moved.data_ptr():
+                old.copy_(moved)
+    addresses = [t.data_ptr() for t in tensors(static)]
+    for t in range(101, 150):
+        token.copy_(tokens[:, t])
+        graph.replay()
+        outs.append(out.clone())
+    assert [t.data_ptr() for t in tensors(static)] == addresses
+    for t in range(150, 160):  # and on without it
+        logits, static = net.step(tokens[:, t], static)
+        outs.append(logits)
+    for a, b in zip(eager, outs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0.02 * a.abs().max().item())
+    torch.testing.assert_close(static[0].length, after[0].length)
+
+
+@torch.inference_mode()
+def test_documents_in_a_row_are_documents_alone():
+    mixer = model().blocks[0].mixer.bfloat16().eval()
+    x = torch.randn(1, 300, 256, device="cuda", dtype=torch.bfloat16)
+    index = torch.zeros(1, 300, dtype=torch.long, device="cuda")
+    index[:, 70:200], index[:, 200:] = 1, 5
+    packed = mixer(x, index)
+    for piece in ((0, 70), (70, 200), (200, 300)):
+        alone = mixer(x[:, slice(*piece)])
+        torch.testing.assert_close(packed[:, slice(*piece)], alone, rtol=0, atol=0.02 * alone.abs().max().item())
