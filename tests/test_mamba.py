@@ -113,6 +113,17 @@ def test_hooks_of_a_projection_run():
     torch.testing.assert_close(y, make()(normal(2, 9, D)))
 
 
+def test_a_counter_of_flops_sees_the_projections():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    mixer, x = make(), normal(2, 9, D)
+    projections = sum(m.weight.numel() for m in (mixer.in_proj, mixer.x_proj, mixer.dt_proj, mixer.out_proj))
+    for call, tokens in ((lambda: mixer(x), 18), (lambda: mixer.step(x[:, 0], mixer.init_state(2)), 2)):
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            call()
+        assert counter.get_total_flops() == 2 * tokens * projections
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_compiles_without_a_break(level):
     mixer, x = make(checkpoint_level=level), normal(2, 13, D)
