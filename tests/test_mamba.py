@@ -149,6 +149,22 @@ def test_a_step_compiles_without_a_break():
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_a_state_keeps_its_dtypes(weights):
+    """A graph of a step writes the new state where the old one was."""
+    mixer = make().eval()
+    for part in (mixer.in_proj, mixer.x_proj, mixer.dt_proj, mixer.out_proj):
+        part.to(weights)
+    state = mixer.init_state(2)
+    assert [t.dtype for t in state] == [weights, torch.float32]
+    with torch.autocast("cpu", torch.bfloat16):
+        _, after = mixer.prefill(normal(2, 5, D), state)
+        _, later = mixer.step(normal(2, D), after)
+    for new in (after, later):
+        assert [(t.dtype, t.shape) for t in new] == [(t.dtype, t.shape) for t in state]
+
+
 @pytest.mark.parametrize(
     "keys, words",
     [(dict(checkpoint_level=3), "one of 0, 1, 2, got 3"), (dict(decode="magic"), "auto, reference, fused, got 'magic'")],

@@ -73,9 +73,9 @@ def conv_kernel(
         x = tl.load(x_ptr + b * sxb + d, mask=dm, other=0.0)
     new = new_ptr + b * (W - 1) * E + d
     for w in tl.static_range(1, W - 1):
-        tl.store(new + (w - 1) * E, past[w], mask=dm)
+        tl.store(new + (w - 1) * E, past[w].to(new_ptr.dtype.element_ty), mask=dm)
     if W > 1:
-        tl.store(new + (W - 2) * E, x, mask=dm)
+        tl.store(new + (W - 2) * E, x.to(new_ptr.dtype.element_ty), mask=dm)
     acc += x.to(tl.float32) * last
     xc = (acc * sigmoid(acc)).to(low)
     tl.store(xc_ptr + b * E + d, xc, mask=dm)
@@ -166,7 +166,7 @@ def step(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """out (B, M) and the new states; see `mamba_step`. dtype: of the products and of out, whatever u's."""
     (batch, d_model), (width, n), rank, taps = u.shape, A_log.shape, dt_proj.shape[1], conv.shape[1]
-    new_conv, new_ssm = u.new_empty(batch, taps - 1, width, dtype=dtype), ssm_state.new_empty(batch, width, n)
+    new_conv, new_ssm = conv_state.new_empty(batch, taps - 1, width), ssm_state.new_empty(batch, width, n)
     mixed, y = (u.new_empty(batch, width, dtype=dtype) for _ in range(2))
     if batch == 0:
         return u.new_empty(batch, d_model, dtype=dtype), new_conv, new_ssm

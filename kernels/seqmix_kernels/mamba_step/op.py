@@ -45,7 +45,7 @@ def mamba_step(
         impl: one of IMPLS. "fused" has no gradient; "auto" is what `which_impl` answers.
 
     Returns:
-        out (B, M), and the two states after the step, new tensors: (B, W-1, E) in out's dtype and (B, E, N).
+        out (B, M), and the two states after the step, new tensors of the shapes and dtypes of those given.
 
     Products and out are in u's dtype, or in the autocast dtype.
 
@@ -124,9 +124,7 @@ def _step(*args):
 @torch.library.register_fake("seqmix::mamba_step")
 def _fake_step(u, *args):
     *_, conv_state, ssm_state, _, dtype = args
-    return (
-        u.new_empty(u.shape, dtype=dtype), u.new_empty(conv_state.shape, dtype=dtype), ssm_state.new_empty(ssm_state.shape),
-    )  # fmt: skip
+    return u.new_empty(u.shape, dtype=dtype), conv_state.new_empty(conv_state.shape), ssm_state.new_empty(ssm_state.shape)
 
 
 # ---- contract -------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ def reference(
     B_bar = (dt if discretization == "euler" else torch.expm1(dt * A) / A) * B[:, None]  # (B, E, N)
     h = torch.exp(dt * A) * ssm_state + B_bar * x_wide[..., None]
     y = ((h * C[:, None]).sum(-1) + D * x_wide) * F.silu(z.to(wide))  # (B, E)
-    return linear(y.to(x.dtype), out_proj, out_bias), window[:, 1:], h
+    return linear(y.to(x.dtype), out_proj, out_bias), window[:, 1:].to(conv_state.dtype), h
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

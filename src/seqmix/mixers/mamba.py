@@ -36,7 +36,7 @@ EVERY_MODULE = (  # hooks of all modules at once: what counts FLOPs by module se
 
 
 class MambaState(NamedTuple):
-    conv: Tensor  # (B, W-1, E) the last inputs of the convolution, oldest first
+    conv: Tensor  # (B, W-1, E) the last inputs of the convolution, oldest first; a step and a prefill keep its dtype
     ssm: Tensor  # (B, E, N) float32, or float64
 
 
@@ -113,11 +113,12 @@ class Mamba(Mixer):
         return y
 
     def init_state(self, batch: int) -> MambaState:
-        conv = self.conv.weight.new_zeros(batch, self.d_conv - 1, self.d_inner)
+        conv = self.in_proj.weight.new_zeros(batch, self.d_conv - 1, self.d_inner)
         return MambaState(conv, self.A_log.new_zeros(batch, self.d_inner, self.d_state))
 
     def prefill(self, u: Tensor, state: MambaState) -> tuple[Tensor, MambaState]:
-        return self._run(u, state.conv, state.ssm)
+        y, after = self._run(u, *state)
+        return y, after._replace(conv=after.conv.to(state.conv.dtype))
 
     def step(self, u_t: Tensor, state: MambaState) -> tuple[Tensor, MambaState]:
         if not self._plain():
