@@ -97,8 +97,8 @@ def decode(args):
             token.copy_(logits.argmax(-1))
             torch._foreach_copy_(state, list(tensors(after)))
 
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
             one()
             one()
         torch.cuda.synchronize()

@@ -2,8 +2,8 @@
 
     python -m seqmix_kernels.mamba_inner.bench [--shapes 8x2048x768,...] [--dtype bfloat16] [--count 30]
 
-A shape is B x L x M; E = 2M, N = 16, R = M/16, four taps. Medians of CUDA-event timings. kept: bytes a token that are
-allocated between forward and backward, without the output; peak: MiB of one forward + backward above the inputs.
+A shape is B x L x M; E = 2M, N = 16, R = M/16, four taps. Medians of CUDA-event timings. kept: bytes a token that
+are held between forward and backward, without the output; peak: MiB of one forward + backward above the inputs.
 """
 
 import argparse
@@ -64,7 +64,11 @@ def milliseconds(call, count: int) -> float:
 
 
 def memory(run, leaves: dict) -> tuple[int, int]:
-    """Bytes allocated after the forward beyond the output, and the peak above the inputs, gradients included."""
+    """Bytes asked of the allocator between forward and backward beyond the output, and its peak above the inputs, gradients
+    included."""
+
+    def asked() -> int:
+        return torch.cuda.memory_stats()["requested_bytes.all.current"]  # before the allocator rounds up
 
     def both(after_forward=lambda: None):
         y = run(**leaves)
@@ -73,9 +77,9 @@ def memory(run, leaves: dict) -> tuple[int, int]:
         return y.numel() * y.element_size()
 
     both()  # workspaces of the libraries are not ours
-    before, seen = torch.cuda.memory_allocated(), []
+    before, held, seen = torch.cuda.memory_allocated(), asked(), []
     torch.cuda.reset_peak_memory_stats()
-    output = both(lambda: seen.append(torch.cuda.memory_allocated() - before))
+    output = both(lambda: seen.append(asked() - held))
     return seen[0] - output, torch.cuda.max_memory_allocated() - before
 
 
