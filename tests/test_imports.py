@@ -21,7 +21,7 @@ ARROWS = {
     "src/seqmix/config.py": ("seqmix.model", "seqmix.optim", "seqmix.sweep.names"),
     "src/seqmix/sweep": ("seqmix.sweep", "seqmix.tracking"),
     "src/hydra_plugins": ("seqmix.sweep",),
-    "src/seqmix/callbacks": ("seqmix.measure", "seqmix.callbacks"),
+    "src/seqmix/callbacks": ("seqmix.measure", "seqmix.costs", "seqmix.callbacks"),
     "src/seqmix/tasks": ("seqmix.tasks",),
     "src/seqmix/metrics.py": (),
     "src/seqmix/optim.py": (),

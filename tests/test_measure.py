@@ -69,6 +69,106 @@ def test_the_device_is_synchronised_at_edges_only():
     assert len(waits) == 1, "a clock that stands has nothing to wait for"
 
 
+class Device:
+    """A queue that works later than it is given work: a mark is in the queue, so its moment is when the work before it is
+    done; the host's clock passes only while it launches, and where it waits."""
+
+    def __init__(self, clock: Clock, launch: float = 0.0):
+        self.clock, self.launch, self.done, self.waits = clock, launch, clock.now, 0
+
+    def work(self, seconds: float) -> None:
+        self.clock.sleep(self.launch)
+        self.done = max(self.done, self.clock.now) + seconds
+
+    def mark(self) -> float:
+        return max(self.done, self.clock.now)
+
+    def milliseconds(self, before: float, after: float) -> float:
+        return 1e3 * (after - before)
+
+    def synchronize(self) -> None:
+        self.waits += 1
+        self.clock.now = max(self.clock.now, self.done)
+
+
+def timed(device: Device, phases: dict, **settings) -> measure.Timing:
+    return measure.time_calls(
+        phases, torch.device("cuda"), marks=device, synchronize=device.synchronize, clock=device.clock, **settings
+    )
+
+
+def test_a_call_is_timed_in_its_parts_where_the_device_works_not_where_the_host_launches():
+    device = Device(Clock(), launch=0.001)
+    phases = {"forward": lambda: device.work(0.25), "backward": lambda: device.work(0.5)}
+    timing = timed(device, phases, seconds=7.5)
+    assert timing.whole.count == 10 - 1, "as many as fit into the seconds, by the last call of the warm-up"
+    assert timing.phases["forward"].median == pytest.approx(250) and timing.phases["backward"].median == pytest.approx(500)
+    assert timing.whole.median == pytest.approx(750) and timing.whole.iqr == pytest.approx(0, abs=1e-6)
+
+
+def test_where_the_host_is_slower_than_the_device_its_launches_are_the_time():
+    device = Device(Clock(), launch=0.004)
+    timing = timed(device, {"step": lambda: device.work(0.001)}, seconds=0.1)
+    assert timing.whole.median == pytest.approx(4), "the device has its 1 ms done while the host launches the next"
+
+
+def test_the_first_call_is_apart_and_the_warm_up_in_neither():
+    device, durations = Device(Clock()), [9.0, 2.0, *[0.5] * 100]
+    timing = timed(device, {"call": lambda: device.work(durations.pop(0))}, seconds=3, warmup=2, limit=100)
+    assert timing.first_ms == pytest.approx(9000)
+    assert timing.whole == pytest.approx(measure.Spread(500, 0, 6))
+
+
+def test_what_comes_before_and_between_calls_is_not_on_the_clock():
+    device = Device(Clock())
+    order = []
+
+    def note(what: str, seconds: float):
+        def run():
+            order.append(what)
+            device.work(seconds)
+
+        return run
+
+    timing = timed(
+        device, {"call": note("call", 0.5)}, seconds=1, least=2, before=note("before", 3.0), between=note("between", 7.0),
+        after_warmup=lambda: order.append("warm"), limit=100,
+    )  # fmt: skip
+    assert timing.whole.median == pytest.approx(500)
+    assert order == ["before", "call"] * 2 + ["warm"] + ["before", "call", "between"] * 2
+
+
+def test_the_host_waits_around_the_timed_calls_and_not_among_them():
+    device = Device(Clock())
+    waits = []
+    timed(device, {"call": lambda: device.work(0.01)}, seconds=1, between=lambda: waits.append(device.waits))
+    assert len(set(waits)) == 1
+
+
+def test_calls_longer_than_the_limit_are_timed_once():
+    device = Device(Clock())
+    timing = timed(device, {"call": lambda: device.work(20.0)}, seconds=1, least=3, limit=10)
+    assert timing.whole == pytest.approx(measure.Spread(20_000, 0, 1)) and device.clock.now == pytest.approx(140)
+
+
+def test_sensors_are_read_now_and_then_and_give_medians():
+    clock, readings = Clock(), iter([{"watts": 100.0, "sm_mhz": 1980.0}, {"watts": 700.0}, {"watts": 300.0}])
+    sensors = measure.Sensors(torch.device("cuda"), read=lambda: next(readings), every=1.0, clock=clock)
+    for _ in range(5):
+        sensors()
+        clock.sleep(0.5)
+    assert sensors.summary() == {"sm_mhz": 1980.0, "watts": 300.0}
+    nothing = measure.Sensors(torch.device("cpu"))
+    nothing()
+    assert nothing.summary() == {}
+
+
+def test_held_bytes_are_those_of_storages_each_once():
+    whole = torch.zeros(8, dtype=torch.float32)
+    assert measure.held_bytes((whole[:2], (whole[4:], torch.zeros(1, dtype=torch.int64)))) == 32 + 8
+    assert measure.state_bytes((whole[:2],)) == 8
+
+
 def test_spread_is_median_interquartile_range_and_count():
     assert measure.spread([]) == (None, None, 0)
     assert measure.spread([7.0]) == (7.0, 0.0, 1)

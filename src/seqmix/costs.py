@@ -35,6 +35,7 @@ from seqmix.measure import (
 from seqmix.metrics import scored_cross_entropy
 
 CHECKED = 64  # tokens compared with float64
+COUNTED = 16  # tokens whose FLOPs are counted, and twice as many
 # relative error of logits after a whole model; a kernel that is wrong is off by its own size, or leaks the future
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 # dense matrix FLOP/s of data sheets, by a word of the card's name and the dtype
@@ -67,19 +68,16 @@ def training_cost(
 ) -> Numbers:
     """A step on tokens (B, L + 1): forward with the loss of all B · L next tokens, backward, optimizer.
 
-    autocast: dtype of the products; None: that of the parameters. flops_per_token are of matrix products and attention
-    (every score counted, also those a causal kernel skips), three times those of the forward; scans, FFTs and what is done
-    element by element is left out. mfu: over the data sheet's dense peak; None for a card not in PEAK_FLOPS.
+    autocast: dtype of the products; None: that of the parameters. flops_per_token: three times `forward_flops`; mfu: over the
+    data sheet's dense peak, None for a card not in PEAK_FLOPS.
     """
     device, dtype = tokens.device, autocast or next(model.parameters()).dtype
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     model.train()
     with torch.no_grad(), _precision(device, autocast):
-        counter = FlopCounterMode(display=False)
-        with counter:
-            logits = model(inputs)[:1, :CHECKED].float()
+        logits = model(inputs)[:1, :CHECKED].float()
     error = _checked(model, inputs[:1, :CHECKED], logits, dtype)
-    forward_flops = counter.get_total_flops() + _recurrent_flops(model) * inputs.numel()
+    flops = 3 * forward_flops(model, inputs.shape[1])  # a token
     del logits
     loss: list[Tensor] = []
 
@@ -99,7 +97,6 @@ def training_cost(
     if not bool(torch.isfinite(loss[0])):
         raise WrongError(f"the loss of a training step is {float(loss[0])}")
     step_seconds = timing.whole.median / 1e3
-    flops = 3 * forward_flops
     bound = _peak_flops(device, dtype)
     return {
         "params": parameter_count(model).total,
@@ -110,12 +107,38 @@ def training_cost(
         "calls": timing.whole.count,
         **{f"{name}_ms": part.median for name, part in timing.phases.items()},
         "tokens_per_second": inputs.numel() / step_seconds,
-        "flops_per_token": flops / inputs.numel(),
-        "mfu": flops / step_seconds / bound if bound else None,
+        "flops_per_token": flops,
+        "mfu": flops * inputs.numel() / step_seconds / bound if bound else None,
         **_peaks(peak),
         "check_error": error,
         **sensors.summary(),
     }
+
+
+@torch.no_grad()
+def forward_flops(model: nn.Module, length: int) -> float:
+    """FLOPs a token of a forward over `length` tokens: the products with weights, and what grows with the length, as
+    attention's scores do (all of them counted, also those that a causal kernel skips). Scans, FFTs and what is done element
+    by element are left out.
+
+    Products with weights are two FLOPs a number in them. What grows is counted on the model in float64, where no fused kernel
+    hides it: the part of the FLOPs of a short sequence that goes with the square of its length.
+    """
+    kinds = (nn.Linear, nn.Embedding, nn.RNNBase)  # the embedding is the head
+    parts = [m for m in model.modules() if isinstance(m, kinds)]
+    weights = {p for part in parts for p in part.parameters(recurse=False) if p.ndim == 2}
+    exact = copy.deepcopy(model).double().eval()
+
+    def counted(batch: int, n: int) -> int:
+        tokens = torch.zeros(batch, n, dtype=torch.long, device=next(model.parameters()).device)
+        with FlopCounterMode(display=False) as counter, torch.autocast(tokens.device.type, enabled=False):
+            exact(tokens)
+        return counter.get_total_flops()
+
+    # of one row more: what is made once for all rows, as a convolution's kernel, is not of the tokens
+    once, twice = (counted(2, n) - counted(1, n) for n in (COUNTED, 2 * COUNTED))
+    square = (twice - 2 * once) / (2 * COUNTED**2)
+    return 2 * sum(p.numel() for p in weights) + square * length
 
 
 @torch.no_grad()
@@ -324,12 +347,6 @@ def _decoding_error(model: nn.Module, prompt: Tensor, autocast: torch.dtype | No
 def _precision(device: torch.device, autocast: torch.dtype | None) -> Iterator[None]:
     with torch.autocast(device.type, dtype=autocast or torch.bfloat16, enabled=autocast is not None):
         yield
-
-
-def _recurrent_flops(model: nn.Module) -> int:
-    """Of torch's own recurrent layers, a token: their products are inside one kernel, where no counter sees them."""
-    layers = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
-    return sum(2 * p.numel() for layer in layers for p in layer.parameters() if p.ndim == 2)
 
 
 def _peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

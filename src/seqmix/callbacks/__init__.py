@@ -1,6 +1,7 @@
 """Thin Lightning hooks over seqmix.measure. Those that measure have `summary()`: names and values for summary.json."""
 
 from seqmix.callbacks.checkpoint import BestCheckpoint, LastCheckpoint, best_checkpoint
+from seqmix.callbacks.costs import Costs
 from seqmix.callbacks.kernels import Kernels
 from seqmix.callbacks.memory import Memory
 from seqmix.callbacks.nonfinite import NonFiniteError, NonFiniteGuard
@@ -10,6 +11,7 @@ from seqmix.callbacks.throughput import Throughput
 
 __all__ = [
     "BestCheckpoint",
+    "Costs",
     "Kernels",
     "LastCheckpoint",
     "Memory",

@@ -1,0 +1,138 @@
+"""What a model costs: every model of conf/model, on the CPU; numbers that must agree, and what is wrong is not timed."""
+
+import math
+
+import pytest
+import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from runs import CONF, SELECTIVE_COPY, names, start
+
+from seqmix import costs
+from seqmix.measure import parameter_count, state_bytes, tensors
+from seqmix.model import SequenceModel
+
+V, D = 13, 32
+over_models = pytest.mark.parametrize("name", names("model"))
+
+
+def make(name, n_layer=2):
+    torch.manual_seed(0)
+    config = OmegaConf.load(CONF / "model" / f"{name}.yaml")
+    return SequenceModel(V, D, n_layer, instantiate(config.model), instantiate(config.channel_mixer))
+
+
+def tokens(batch, length):
+    return costs.random_tokens(V, batch, length, torch.device("cpu"))
+
+
+@over_models
+def test_a_training_step_is_timed_in_its_parts_and_trains(name):
+    model = make(name)
+    before = [p.clone() for p in model.parameters()]
+    numbers = costs.training_cost(model, torch.optim.AdamW(model.parameters()), tokens(2, 81), seconds=0.01)
+    assert numbers["tokens"] == 160 and numbers["calls"] >= 3
+    parts = [numbers[f"{part}_ms"] for part in ("forward", "backward", "optimizer")]
+    assert all(part > 0 for part in parts) and sum(parts) < 3 * numbers["step_ms"]
+    assert numbers["tokens_per_second"] == pytest.approx(160e3 / numbers["step_ms"])
+    assert 0 <= numbers["check_error"] < 1e-4
+    assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert numbers["mfu"] is None and numbers["peak_allocated_mib"] is None
+
+
+@over_models
+def test_flops_are_those_of_the_weights_and_grow_with_the_length_for_attention_alone(name):
+    model = make(name)
+    products = sum(
+        p.numel() for m in model.modules() if isinstance(m, (torch.nn.Linear, torch.nn.RNNBase, torch.nn.Embedding))
+        for p in m.parameters(recurse=False) if p.ndim == 2
+    )  # fmt: skip
+    scores = 4 * D * 2 if name == "transformer" else 0  # q·k and weights·v, a head's width in each, two layers
+    for length in (10, 1000):
+        assert costs.forward_flops(model, length) == pytest.approx(2 * products + scores * length, rel=1e-6)
+
+
+@over_models
+def test_a_prompt_leaves_a_state_of_the_bytes_that_are_held(name):
+    model, prompt = make(name), tokens(3, 70)
+    numbers = costs.prompt_cost(model, prompt, seconds=0.01)
+    _, state = model.prefill(prompt, model.init_state(3))
+    assert numbers["state_bytes"] == state_bytes(state) and numbers["state_tensors"] == len(list(tensors(state)))
+    assert numbers["state_bytes"] <= numbers["state_bytes_measured"] <= 1.35 * numbers["state_bytes"]  # W of a window's W - 1
+    assert numbers["prefill_ms"] > 0 and numbers["prefill_tokens_per_second"] == pytest.approx(210e3 / numbers["prefill_ms"])
+
+
+@over_models
+def test_a_token_is_decoded_for_as_many_rows_as_asked(name):
+    numbers = costs.decoding_cost(make(name), tokens(2, 20), batch=5, seconds=0.01)
+    assert numbers["batch"] == 5 and numbers["eager_tokens_per_second"] == pytest.approx(5e3 / numbers["eager_ms"])
+    assert numbers["graph_ms"] is None and "CUDA" in numbers["no_graph"]
+    assert numbers["check_error"] < 1e-4
+
+
+@over_models
+def test_the_rows_that_fit_are_counted_from_the_state(name):
+    model = make(name)
+    numbers = costs.largest_batch(model, tokens(1, 20), 2**20)
+    left = 2**20 - numbers["weight_bytes"] - numbers["rows_counted"] * numbers["state_bytes"]
+    assert 0 <= left < numbers["state_bytes"]
+    assert numbers["weight_bytes"] == 4 * parameter_count(model).total
+    assert costs.largest_batch(model, tokens(1, 20), 1)["rows_counted"] == 0
+
+
+@over_models
+@torch.no_grad()
+def test_rows_of_a_state_decode_as_the_rows_they_are_copied_from(name):
+    model, prompt = make(name).eval(), tokens(2, 9)
+    _, state = model.prefill(prompt, model.init_state(2))
+    many, _ = model.step(torch.zeros(5, dtype=torch.long), costs.rows(state, 5))
+    two, _ = model.step(torch.zeros(2, dtype=torch.long), state)
+    torch.testing.assert_close(many, two[[0, 1, 0, 1, 0]])
+
+
+class Leaking(SequenceModel):
+    """Sees the future: what a causal check must find."""
+
+    def forward(self, tokens):
+        logits = super().forward(tokens)
+        return logits + (logits.mean(1, keepdim=True) if tokens.shape[1] > costs.CHECKED else 0)
+
+
+def test_a_model_that_is_wrong_at_the_length_asked_for_is_not_timed():
+    torch.manual_seed(0)
+    config = OmegaConf.load(CONF / "model" / "rnn.yaml")
+    model = Leaking(V, D, 1, instantiate(config.model))
+    with pytest.raises(costs.WrongError, match="from those in float64"):
+        costs.training_cost(model, torch.optim.SGD(model.parameters(), lr=0.1), tokens(1, 100), seconds=0.01)
+
+
+def test_a_model_whose_loss_is_not_finite_is_not_timed():
+    model = make("rnn")
+    with torch.no_grad():
+        model.embedding.weight[3] = math.nan
+    with pytest.raises(costs.WrongError):
+        costs.training_cost(model, torch.optim.SGD(model.parameters(), lr=0.1), tokens(1, 100), seconds=0.01)
+
+
+@pytest.mark.parametrize("truth", [0, 1, 2, 3, 17, 100, 1000, 4096])
+def test_the_boundary_is_found_to_a_twentieth(truth):
+    asked = []
+
+    def fits(n):
+        asked.append(n)
+        return n <= truth
+
+    found = costs.boundary(fits, most=4096)
+    assert found <= truth and (found >= truth - max(1, 0.05 * truth))
+    assert len(asked) < 30
+
+
+def test_a_run_says_what_its_model_costs_to_use(tmp_path):
+    summary = start(
+        tmp_path / "run", *SELECTIVE_COPY, "model=mamba", "callbacks=costs", "callbacks.costs.seconds=0.01",
+        "callbacks.costs.lengths=[16,40]",
+    )  # fmt: skip
+    assert summary["status"] == "complete"
+    for length in (16, 40):
+        assert summary[f"decode/L{length}/prefill_ms"] > 0 and summary[f"decode/L{length}/eager_tokens_per_second"] > 0
+        assert summary[f"decode/L{length}/state_bytes"] == summary["memory/state_bytes"]
