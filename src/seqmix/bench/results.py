@@ -297,5 +297,5 @@ def show(number: float) -> str:
     """Three digits and no more zeros than needed: 0.00123, 1.23, 1,230."""
     if number == 0 or not math.isfinite(number):
         return f"{number:g}"
-    digits = 2 - math.floor(math.log10(abs(number)))
-    return f"{round(number, digits):,.{max(0, digits)}f}"
+    number = float(f"{number:.3g}")
+    return f"{number:,.{max(0, 2 - math.floor(math.log10(abs(number))))}f}"

@@ -1,0 +1,228 @@
+"""The benchmark: what is asked for, a process a point and how each can end, where one model passes another, the report."""
+
+import itertools
+import json
+import os
+import signal
+import time
+import xml.etree.ElementTree as ET
+
+import pytest
+import torch
+from runs import CONF, names
+
+from seqmix.bench import figures, pool, results
+from seqmix.bench.__main__ import compose_bench, main
+from seqmix.bench.grid import Point, grid
+from seqmix.bench.kernels import OPS, SHAPES, Case, cases, kernel_cost
+from seqmix.config import register_resolvers
+
+register_resolvers()
+
+
+def points_of(*overrides):
+    return grid(compose_bench(list(overrides), CONF), CONF)
+
+
+# What is asked for
+
+
+def test_the_default_grid_on_a_gpu_has_five_models_at_six_lengths_of_as_many_parameters():
+    from omegaconf import OmegaConf
+
+    from seqmix.config import build_model
+    from seqmix.measure import parameter_count
+
+    points = points_of("bench=gpu")
+    training = [p for p in points if p.part == "training"]
+    assert {p.model for p in training} == {p.model for p in points if p.part == "context"} and len(training) == 30
+    assert {p.length for p in training} == {128, 512, 2048, 8192, 32768, 131072}
+    assert {p.length * p.batch for p in training} == {131072}, "the same tokens a step at every length"
+    sizes = []
+    for point in {p.model: p for p in training}.values():
+        with torch.device("meta"):
+            model = build_model(OmegaConf.create(point.config["model"]), 256)
+        sizes.append(parameter_count(model).non_embedding)
+    assert max(sizes) < 1.1 * min(sizes), sizes
+
+
+def test_what_cannot_be_is_refused(capsys):
+    for typed, words in (("length=[1]", "length"), ("models=[mambo]", "mambo"), ("parts=[trains]", "trains"), ("bench=x", "x")):
+        assert main([typed]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("error: ") and words in said and said.count("\n") == 1
+
+
+def test_every_key_is_shown(capsys):
+    assert main(["--cfg", "bench=cpu", "seconds=0.25"]) == 0
+    assert "seconds: 0.25" in capsys.readouterr().out
+
+
+# Processes
+
+
+def point(name, length=1):
+    return Point("training", name, "tiny", length, 1, {})
+
+
+def behave(at, answer):
+    """Stands in for the measurement, in the process of a point."""
+    if at.model == "quiet":
+        os._exit(3)
+    if at.model.startswith("SIG"):
+        os.kill(os.getpid(), getattr(signal, at.model))
+    if at.model == "slow":
+        time.sleep(60)
+    answer.send({"status": "ok", "pid": os.getpid(), "threads": torch.get_num_threads()})
+
+
+def test_each_point_has_a_process_and_what_ends_one_ends_that_one():
+    asked = [point(name) for name in ("a", "quiet", "b", "SIGKILL", "SIGSEGV", "c")]
+    rows = {at.model: row for at, row in pool.run(asked, patience=60, serve=behave)}
+    assert list(rows) == [at.model for at in asked]
+    assert len({rows[name]["pid"] for name in "abc"} | {os.getpid()}) == 4
+    assert rows["SIGKILL"]["status"] == "oom" and "SIGKILL" in rows["SIGKILL"]["error"]
+    assert rows["SIGSEGV"]["status"] == rows["quiet"]["status"] == "failed"
+    assert "SIGSEGV" in rows["SIGSEGV"]["error"] and "exit code 3" in rows["quiet"]["error"]
+
+
+def test_a_slow_point_is_ended_and_longer_ones_of_its_curve_are_not_begun():
+    asked = [point("slow", 10), point("slow", 100), point("a", 100), point("slow", 5)]
+    began = time.monotonic()
+    rows = [row for _, row in pool.run(asked, patience=1.0, serve=behave)]
+    assert time.monotonic() - began < 20
+    assert [row["status"] for row in rows] == ["slow", "slow", "ok", "slow"]
+    assert "not begun" in rows[1]["error"] and "process_seconds" not in rows[1] and "not done" in rows[3]["error"]
+
+
+def test_points_after_the_time_limit_are_recorded_as_not_run():
+    clock = itertools.count(0, 10)
+    rows = [row for _, row in pool.run([point("a"), point("b"), point("c")], 60, 15, serve=behave, clock=lambda: next(clock))]
+    assert [row["status"] for row in rows] == ["ok", "not run", "not run"]
+
+
+# Where one passes another
+
+
+def test_a_crossing_lies_between_the_lengths_where_the_lead_changes():
+    """One grows with the length, the other with its square; they are equal at 1000, on a straight line in logarithms."""
+    lengths = (100, 400, 1600, 6400)
+    line, square = {x: float(x) for x in lengths}, {x: x * x / 1000 for x in lengths}
+    (found,) = results.crossings(line, square, ("line", "square"), more_is_better=False)
+    assert (found.better, found.worse, found.between) == ("line", "square", (400, 1600))
+    assert found.at == pytest.approx(1000)
+    (found,) = results.crossings(square, line, ("square", "line"), more_is_better=True)
+    assert (found.better, found.worse) == ("square", "line") and found.at == pytest.approx(1000)
+
+
+def test_no_crossing_is_said_too_and_cells_without_a_number_take_no_part():
+    a, b = {1: 1.0, 2: 1.0, 4: 1.0}, {1: 2.0, 2: 3.0}
+    assert results.crossings(a, b, ("a", "b"), more_is_better=False) == [results.Crossing("a", "b", None, None)]
+    assert results.crossings(a, {4: 9.0}, ("a", "b"), more_is_better=False) == []
+    twice = results.crossings({1: 1, 2: 3, 4: 1}, {1: 2, 2: 2, 4: 2}, ("a", "b"), more_is_better=False)
+    assert [(c.better, c.between) for c in twice] == [("b", (1, 2)), ("a", (2, 4))]
+
+
+def made_row(model, length, **numbers):
+    given = {"part": "context", "model": model, "size": "tiny", "length": length, "batch": 1, "status": "ok"}
+    given |= {"environment": {"device_name": "card <1>", "torch": "2", "triton": None, "threads": 1}, "params": 10}
+    given |= {"date": "2026-11-30T00:00:00", "commit": "abc", "command": "typed"}
+    return given | numbers
+
+
+ROWS = [
+    made_row("a", 100, prefill_ms=1.0, graph_tokens_per_second=None, eager_tokens_per_second=50.0, state_bytes=2**20),
+    made_row("a", 1000, prefill_ms=9.0, graph_tokens_per_second=80.0, eager_tokens_per_second=50.0, state_bytes=2**21),
+    made_row("b", 100, prefill_ms=3.0, graph_tokens_per_second=10.0, eager_tokens_per_second=5.0, state_bytes=2**19),
+    made_row("b", 1000, status="oom", error="OutOfMemoryError: 1 < 2"),
+]
+
+
+def test_the_report_has_every_cell_and_says_what_has_no_number():
+    text = results.markdown(ROWS, ["prefill.svg"], "python -m seqmix.bench x")
+    assert "| a | 1.00 | 9.00 |" in text and "| b | 3.00 | oom |" in text
+    assert "| a | 50.0 | 80.0 |" in text, "without a graph, eagerly"
+    assert "context b tiny, length 1,000, batch 1: oom, OutOfMemoryError: 1 < 2" in text
+    assert "card <1>" in text and "python -m seqmix.bench x" in text and "2026-11-30" in text
+
+
+def test_figures_draw_every_point_and_a_cross_for_what_ran_out_of_memory():
+    measure = next(m for m in results.MEASURES if m.name == "prefill")
+    drawn = figures.figure(
+        "A <title>", "length", "ms", results.curves(ROWS, measure), results.missing(ROWS, measure), ["typed & said", "card"]
+    )
+    root = ET.fromstring(drawn)
+    tag = "{http://www.w3.org/2000/svg}"
+    texts = [t.text for t in root.iter(f"{tag}text")]
+    assert "A <title>" in texts and "typed & said" in texts and "b: oom" in texts
+    marks = [*root.iter(f"{tag}circle"), *root.iter(f"{tag}polygon")]
+    assert len(marks) == 3 + 2, "a mark a point, one in each legend"
+    across, up = zip(*((float(c.get("cx")), float(c.get("cy"))) for c in root.iter(f"{tag}circle")), strict=True)
+    assert across[1] < across[2] and up[1] > up[2], "to the right and up"
+    assert len([p for p in root.iter(f"{tag}path") if "cross" in p.get("class")]) == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [(0.0012345, "0.00123"), (1.2345, "1.23"), (1234.5, "1,230"), (0, "0"), (99.96, "100"), (5, "5.00"), (2e6, "2,000,000")],
+)
+def test_numbers_have_three_digits(number, shown):
+    assert results.show(number) == shown
+
+
+# All of it, on this machine
+
+
+def test_a_small_grid_is_measured_drawn_and_drawn_again(tmp_path, capsys):
+    typed = ["bench=cpu", f"out={tmp_path}", "models=[rnn,mamba]", "lengths=[8,16]", "parts=[training,context,capacity]"]
+    typed += ["training.tokens=32", "context.vocab_size=16", "capacity.length=8", "seconds=0.01", "threads=1"]
+    assert main(typed) == 0
+    shown = capsys.readouterr().out
+    rows = results.read(tmp_path / "points.jsonl")
+    assert len(rows) == 10 and all(row["status"] == "ok" for row in rows)
+    assert "State of one row:" in shown and "rnn leads mamba" in shown
+    pictures = sorted(path.name for path in tmp_path.glob("*.svg"))
+    assert pictures == sorted(f"{m.name}.svg" for m in results.MEASURES if m.part != "decode")
+    states = {row["length"]: row["state_bytes"] for row in rows if row["part"] == "context" and row["model"] == "mamba"}
+    assert states[8] == states[16] > 0
+    before = (tmp_path / "report.md").read_text()
+    (tmp_path / "report.md").unlink()
+    assert main([f"redraw={tmp_path}"]) == 0 and (tmp_path / "report.md").read_text() == before
+    assert str(tmp_path) not in json.dumps([{k: v for k, v in row.items() if k != "command"} for row in rows])
+
+
+def small(case: Case) -> Case:
+    return case._replace(length=min(case.length, 70), batch=2 if case.batch > 1 else 1, width=min(case.width, 64))
+
+
+@pytest.mark.parametrize("case", [small(case) for case in cases("cpu")], ids=lambda case: f"{case.op}-{case.impl}")
+def test_every_kernel_that_runs_here_is_checked_and_timed(case):
+    try:
+        numbers = kernel_cost(case, torch.device("cpu"), seconds=0.01)
+    except ValueError as reason:
+        assert "cannot run here" in str(reason) and case.impl not in ("reference", "sequential", "torch", "math")
+        return
+    assert numbers["forward_ms"] > 0 and numbers["check_error"] < 1e-3
+    assert numbers["both_ms"] > 0 if "both_ms" in numbers else "no_backward" in numbers or case.op == "mamba_step"
+
+
+def test_every_op_has_shapes_on_both_devices():
+    folders = {path.parent.name for path in (CONF.parent / "kernels/seqmix_kernels").glob("*/op.py")}
+    # a block whose parts are measured; two ops in one folder
+    ops = folders - {"mamba_inner", "s4_kernel"} | {"s4d_kernel", "dplr_kernel"}
+    assert ops == OPS.keys() == SHAPES["cpu"].keys() == SHAPES["cuda"].keys()
+
+
+def test_floors_count_each_tensor_once():
+    """Of B8 L2048 D3072 N16: four wide bf16 tensors, B and C; one exponential a state and step (baselines.md's floors)."""
+    once, twice = OPS["selective_scan"].work(Case("selective_scan", "fused", 2048, 8, 3072, 16, "bfloat16"), 2)
+    wide, narrow = 8 * 2048 * 3072 * 2, 8 * 2048 * 16 * 2
+    assert once.bytes == 4 * wide + 2 * narrow and once.specials == 8 * 2048 * 3072 * 16
+    assert twice.bytes == 11 * wide + 6 * narrow and twice.specials == 2 * once.specials
+    attention, _ = OPS["attention"].work(Case("attention", "math", 2048, 8, 24, 64, "bfloat16"), 2)
+    assert attention.flops == 4 * 8 * 24 * 64 * 2048**2 / 2
+
+
+def test_the_models_of_the_grids_exist():
+    for device in ("cpu", "gpu"):
+        assert set(compose_bench([f"bench={device}"], CONF).models) <= set(names("model"))
