@@ -119,6 +119,7 @@ def test_no_crossing_is_said_too_and_cells_without_a_number_take_no_part():
     a, b = {1: 1.0, 2: 1.0, 4: 1.0}, {1: 2.0, 2: 3.0}
     assert results.crossings(a, b, ("a", "b"), more_is_better=False) == [results.Crossing("a", "b", None, None)]
     assert results.crossings(a, {4: 9.0}, ("a", "b"), more_is_better=False) == []
+    assert results.crossings(a, {x: 1.01 * y for x, y in a.items()}, ("a", "b"), more_is_better=False) == [], "equal"
     twice = results.crossings({1: 1, 2: 3, 4: 1}, {1: 2, 2: 2, 4: 2}, ("a", "b"), more_is_better=False)
     assert [(c.better, c.between) for c in twice] == [("b", (1, 2)), ("a", (2, 4))]
 

@@ -47,7 +47,7 @@ def figure(
         parts.append(f'<text class="soft" x="{LEFT - 8}" y="{at_y(y) + 4:.1f}" text-anchor="end">{_number(y)}</text>')
     for x in xs:
         parts.append(f'<line class="grid" x1="{at_x(x):.1f}" x2="{at_x(x):.1f}" y1="{TOP}" y2="{bottom}"/>')
-        parts.append(f'<text class="soft" x="{at_x(x):.1f}" y="{bottom + 18}" text-anchor="middle">{_number(x)}</text>')
+        parts.append(f'<text class="soft" x="{at_x(x):.1f}" y="{bottom + 18}" text-anchor="middle">{x:,.0f}</text>')
     parts.append(f'<text class="soft" x="{right}" y="{bottom + 36}" text-anchor="end">{_text(x_label)}</text>')
     parts.append(f'<text class="soft" x="{LEFT - 62}" y="{TOP - 12}">{_text(y_label)}</text>')
     for i, line in enumerate(caption):
@@ -56,7 +56,7 @@ def figure(
     across = 12.0
     for i, (name, curve) in enumerate(curves.items()):
         parts += [_mark(i, across + 6, 48), f'<text x="{across + 17:.0f}" y="52">{_text(name)}</text>']
-        across += 30 + 7.4 * len(name)
+        across += 34 + 8.2 * len(name)
         points = [(at_x(x), at_y(curve[x])) for x in sorted(curve)]
         if len(points) > 1:
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)

@@ -56,6 +56,9 @@ ALSO = {
 }  # fmt: skip
 
 
+EQUAL = 0.02  # two numbers closer than this, relatively, lead neither
+
+
 class Crossing(NamedTuple):
     """Between two measured lengths, where `better` passes `worse`: `at` is read off the straight line between them, on
     logarithmic axes. None: it is better all along, from the first length on."""
@@ -107,21 +110,25 @@ def missing(rows: Iterable[Row], measure: Measure) -> dict[str, dict[float, str]
 
 
 def crossings(one: Curve, other: Curve, names: tuple[str, str], more_is_better: bool) -> list[Crossing]:
-    """Where one curve passes the other, over the x that both have; [Crossing(at=None)] where none does; [] under two x."""
+    """Where one curve passes the other, over the x that both have and where they are not EQUAL; [Crossing(at=None)] where none
+    does; [] under two x, and where they are equal at all."""
     xs = sorted(one.keys() & other.keys())
     if len(xs) < 2:
         return []
     sign = 1 if more_is_better else -1
-    lead = [sign * (math.log(one[x]) - math.log(other[x])) for x in xs]  # above 0: the first is better
+    lead = {x: sign * (math.log(one[x]) - math.log(other[x])) for x in xs}  # above 0: the first is better
+    lead = {x: by for x, by in lead.items() if abs(by) > EQUAL}
+    if not lead:
+        return []
     found = []
-    for (a, before), (b, after) in itertools.pairwise(zip(xs, lead, strict=True)):
+    for (a, before), (b, after) in itertools.pairwise(lead.items()):
         if (before > 0) != (after > 0):
             part = before / (before - after)
             at = math.exp(math.log(a) + part * (math.log(b) - math.log(a)))
             better, worse = names if after > 0 else names[::-1]
             found.append(Crossing(better, worse, at, (a, b)))
     if not found:
-        better, worse = names if lead[0] > 0 else names[::-1]
+        better, worse = names if next(iter(lead.values())) > 0 else names[::-1]
         return [Crossing(better, worse, None, None)]
     return found
 
