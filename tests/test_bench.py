@@ -9,10 +9,11 @@ import xml.etree.ElementTree as ET
 
 import pytest
 import torch
+from offline import Read
 from runs import CONF, names
 
 from seqmix.bench import figures, pool, results
-from seqmix.bench.__main__ import compose_bench, main
+from seqmix.bench.__main__ import compose_bench, main, to_wandb, write
 from seqmix.bench.grid import Point, grid
 from seqmix.bench.kernels import OPS, SHAPES, Case, cases, kernel_cost
 from seqmix.config import register_resolvers
@@ -176,7 +177,7 @@ def test_numbers_have_three_digits(number, shown):
 
 def test_a_small_grid_is_measured_drawn_and_drawn_again(tmp_path, capsys):
     typed = ["bench=cpu", f"out={tmp_path}", "models=[rnn,mamba]", "lengths=[8,16]", "parts=[training,context,capacity]"]
-    typed += ["training.tokens=32", "context.vocab_size=16", "capacity.length=8", "seconds=0.01", "threads=1"]
+    typed += ["wandb=disabled", "training.tokens=32", "context.vocab_size=16", "capacity.length=8", "seconds=0.01", "threads=1"]
     assert main(typed) == 0
     shown = capsys.readouterr().out
     rows = results.read(tmp_path / "points.jsonl")
@@ -190,6 +191,30 @@ def test_a_small_grid_is_measured_drawn_and_drawn_again(tmp_path, capsys):
     (tmp_path / "report.md").unlink()
     assert main([f"redraw={tmp_path}"]) == 0 and (tmp_path / "report.md").read_text() == before
     assert str(tmp_path) not in json.dumps([{k: v for k, v in row.items() if k != "command"} for row in rows])
+
+
+def test_wandb_gets_every_row_and_a_line_a_measure(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    rows = [*ROWS, made_row("c", 100, prefill_ms=0.5), made_row("c", 1000, prefill_ms=20.0)]
+    write(rows, tmp_path, "typed")
+    to_wandb(rows, tmp_path, compose_bench(["bench=cpu", "wandb=offline"], CONF), "typed")
+    run = Read(tmp_path / "outputs")
+    assert run.exit_code == 0 and run.run.run_group == "bench"
+    until = time.monotonic() + 20  # wandb's service copies files after finish() has come back
+    while not (tables := list(run.folder.glob("files/media/table/points*.json"))) and time.monotonic() < until:
+        time.sleep(0.05)
+    (table,) = tables
+    table = json.loads(table.read_text())
+    got = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+    assert [{k: v for k, v in row.items() if v is not None} for row in got] == [
+        {k: v for k, v in row.items() if v is not None and not isinstance(v, dict)} for row in rows
+    ]
+    logged = {key for row in run.history for key in row}
+    assert {"prefill_table", "state_bytes_table", "figures/prefill"} <= {key.split(".")[0] for key in logged}
+    assert "a passes c at" in run.summary["crossings"]
 
 
 def small(case: Case) -> Case:
