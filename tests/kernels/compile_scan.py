@@ -154,7 +154,7 @@ def main(arch, kind, which="all"):
         if kind == "gluon":
             few, segments = rest
             fused.SMS = 132 if few else 0  # two variants of the backward: by the number of CTAs
-            how = {"how": fused.Plan(True, segments)}
+            how = {"how": fused.Plan(True, segments, segments)}
             rest = ["euler"]
         else:
             how = {}

@@ -1,23 +1,31 @@
 """Times the fused scan on the GPU at hand, through the public operator and autograd, after checking it there.
 
-    python -m seqmix_kernels.selective_scan.bench_gpu [check] [speed] [states] [forms]
+    python -m seqmix_kernels.selective_scan.bench_gpu [check] [speed] [peer] [states] [forms] [family]
+    python -m seqmix_kernels.selective_scan.bench_gpu figure numbers_h200.jsonl family.svg
 
 check   relative error of every output and gradient against the plain recurrence in float64, on the device
-speed   the shapes of baselines.md: medians of triton.testing.do_bench, peak MiB of one call above its inputs
+speed   six shapes of models: medians of triton.testing.do_bench, peak MiB of one call above its inputs
+peer    the same by mamba_ssm's CUDA kernel, where it is installed
 states  time against N
 forms   the same shapes by plain Triton, and by Gluon with other numbers of segments
+family  every implementation, and the loops one would write first, against L: one JSON line a point
+figure  draws those lines
 """
 
+import json
 import sys
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import triton
 from triton.testing import do_bench
 
-from . import fused, op, reference
+from . import bench, fused, op, reference
 
+BANDWIDTH = 4.27e12  # bytes/s of a device-to-device copy on an H200, measured
+SFU_CLOCK = 1.96e9  # of its SMs under this load, as Nsight Compute reads it; 16 exponentials a clock an SM
 NAMES = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state")
 SHAPES = ((8, 2048, 3072), (8, 4096, 2048), (64, 4096, 128), (32, 512, 1536), (1, 65536, 1536), (1, 131072, 2048))
 # B, L, D, N, G, dtype, options left out
@@ -117,10 +125,10 @@ def check():
             continue
         for segments in (1, 3):
             for fused.SMS in (0, few):  # the two forms of the backward
-                how = fused.Plan(True, segments)
+                how = fused.Plan(True, segments, segments)
                 report(f"{title} segments {segments} few {fused.SMS > 0}", errors(args, how))
     for fused.SMS in (0, few):
-        report(f"chunk 16 few {fused.SMS > 0}", errors(inputs(2, 333, 192, 16), fused.Plan(True, 2), chunk=16))
+        report(f"chunk 16 few {fused.SMS > 0}", errors(inputs(2, 333, 192, 16), fused.Plan(True, 2, 2), chunk=16))
     fused.SMS = few
     seq = torch.tensor([0] * 30 + [1] * 70 + [2] * 20, device="cuda").repeat(2, 1)
     report("seq_idx", errors(inputs(2, 120, 40, 16), seq_idx=seq))
@@ -148,30 +156,120 @@ def measure(args, how=None, chunk=None):
         y, _ = op.selective_scan(*leaves[:8], initial_state=leaves[8], chunk=chunk, impl="fused")
         return y, torch.autograd.grad(y, given, dy)
 
-    out = []
-    for f in (forward, both):
-        f()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        keep = f()
-        torch.cuda.synchronize()
-        peak = (torch.cuda.max_memory_allocated() - before) / 2**20
-        del keep
-        out.append((do_bench(f, warmup=20, rep=150, return_mode="median"), peak))
-    return out
+    return [timed(f) for f in (forward, both)]
+
+
+def timed(f):
+    """Median in ms of 150 ms of calls after 20 ms of warm-up, and the peak MiB that one call allocates."""
+    f()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    keep = f()
+    torch.cuda.synchronize()
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+    del keep
+    return do_bench(f, warmup=20, rep=150, return_mode="median"), peak
 
 
 def line(name, args, how=None, chunk=None):
     (f, fp), (t, tp) = measure(args, how, chunk)
-    print(f"{name:44s} fwd {f:7.3f} ms {fp:6.0f} MiB   fwd+bwd {t:8.3f} ms {tp:6.0f} MiB", flush=True)
+    print(f"{name:44s} fwd {f:7.3f} ms {fp:6.0f} MiB   fwd+bwd {t:8.3f} ms {tp:6.0f} MiB   {floors(args, f, t)}", flush=True)
+
+
+def floors(args, forward_ms, both_ms):
+    """What the memory and the special-function units alone would take, and the share of it in what was measured. Forward:
+    x, dt, z read and y written once; one exponential a state. Backward: those, dy and the three gradients, twice the
+    exponentials."""
+    x, A = args[0], args[2]
+    clock = SFU_CLOCK * torch.cuda.get_device_properties(x.device).multi_processor_count * 16
+    one = x.numel() * x.element_size() / BANDWIDTH * 1e3  # ms to move a tensor like x
+    wide = 3 + (args[6] is not None)
+    exp = x.numel() * A.shape[1] / clock * 1e3
+    rows = (("fwd", forward_ms, wide * one, exp), ("fwd+bwd", both_ms, (3 * wide - 1) * one, 3 * exp))
+    return "; ".join(f"{n}: HBM {h:.3f} ({h / t:.0%}), exp {e:.3f} ({e / t:.0%})" for n, t, h, e in rows)
 
 
 def speed(shapes=SHAPES):
     for shape in shapes:
         args = inputs(*shape, 16, without=("initial_state",))
-        for chunk in (None, 16):  # the lean default, and the faster one with twice the saved states
+        for chunk in (None, 16):  # the lean default, and twice the saved states
             line(f"B{shape[0]} L{shape[1]} D{shape[2]} N16 chunk {chunk}", args, chunk=chunk)
+
+
+def peer(shapes=SHAPES):
+    try:
+        import mamba_ssm
+        from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
+    except ImportError as missing:
+        print(f"peer: {missing}")
+        return
+    for shape in shapes:
+        x, dt, A, B, C, D, z, bias, _ = inputs(*shape, 16, without=("initial_state",))
+        # its layout: (B, D, L), (B, N, L)
+        args = [t.transpose(1, 2).contiguous() for t in (x, dt)] + [A]
+        args += [t[:, :, 0].transpose(1, 2).contiguous() for t in (B, C)]
+        args += [D, z.transpose(1, 2).contiguous(), bias]
+        leaves = [t.detach().requires_grad_() for t in args]
+        dy = torch.randn_like(args[0])
+
+        def forward(args=args):
+            with torch.no_grad():
+                return selective_scan_fn(*args[:5], args[5], z=args[6], delta_bias=args[7], delta_softplus=True)
+
+        def both(leaves=leaves, dy=dy):
+            y = selective_scan_fn(*leaves[:5], leaves[5], z=leaves[6], delta_bias=leaves[7], delta_softplus=True)
+            return y, torch.autograd.grad(y, leaves, dy)
+
+        (f, fp), (t, tp) = timed(forward), timed(both)
+        name = f"mamba_ssm {mamba_ssm.__version__} B{shape[0]} L{shape[1]} D{shape[2]}"
+        print(f"{name:44s} fwd {f:7.3f} ms {fp:6.0f} MiB   fwd+bwd {t:8.3f} ms {tp:6.0f} MiB", flush=True)
+
+
+def family(lengths=(16, 64, 256, 1024, 4096, 16384, 65536, 131072), width=1536, n=16, most=3000.0):
+    """B1, bfloat16, no options: forward + backward of all variants. One that would take over `most` ms is left out."""
+    last = {}
+    for length in lengths:
+        for name in (*bench.LOOPS, *op.IMPLS[1:]):
+            if name == "cpu":
+                continue
+            row = {"variant": name, "shape": f"B1 L{length} D{width} N{n}", "length": length, "dtype": "bfloat16",
+                   "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}  # fmt: skip
+            before_length, before_ms = last.get(name, (length, 0.0))
+            expected = before_ms * length / before_length
+            if expected > most or expected != expected:
+                print(json.dumps(row | {"status": "skipped", "expected_ms": expected}), flush=True)
+                continue
+            try:
+                row |= bench.measure(name, [1, length, width, n], torch.bfloat16, "cuda", 0.3)
+                last[name] = length, row["fwd_bwd_ms"]
+            except torch.cuda.OutOfMemoryError:
+                row["status"] = "out of memory"
+                last[name] = length, float("nan")
+            torch.cuda.empty_cache()
+            print(json.dumps(row), flush=True)
+
+
+def figure(source, target):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [json.loads(text) for text in Path(source).read_text().splitlines() if '"length"' in text]
+    drawn, axes = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
+    for name in dict.fromkeys(r["variant"] for r in rows):
+        mine = [r for r in rows if r["variant"] == name and "fwd_bwd_ms" in r]
+        for axis, key in zip(axes, ("fwd_bwd_ms", "peak_mib"), strict=True):
+            axis.plot([r["length"] for r in mine], [r[key] for r in mine], marker="o", markersize=3, label=name)
+    for axis, title in zip(axes, ("forward + backward, ms", "peak above the inputs, MiB"), strict=True):
+        axis.set(xscale="log", yscale="log", xlabel="L", title=title)
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize=8)
+    about = rows[0]
+    drawn.suptitle(f"Selective scan, {about['device']}, {about['shape'].replace('L16 ', '')}, {about['dtype']}, torch "
+                   f"{about['torch']}", fontsize=10)  # fmt: skip
+    drawn.savefig(target)
 
 
 def states():
@@ -185,7 +283,7 @@ def forms():
     line("gluon B8 L2048 D3072, no autograd", args, fused.Plan(True))
     for segments in (32, 64, 128):
         args = inputs(1, 65536, 1536, 16, without=("initial_state",))
-        line(f"B1 L65536 D1536 segments {segments}", args, fused.Plan(True, segments))
+        line(f"B1 L65536 D1536 segments {segments}", args, fused.Plan(True, segments, segments))
 
 
 def first():
@@ -198,11 +296,17 @@ def first():
 
 
 def main(parts):
+    if parts and parts[0] == "figure":
+        return figure(*parts[1:])
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__)
     torch.zeros(1, device="cuda")
     first()
     for part in parts or ("check", "speed"):
-        {"check": check, "speed": speed, "states": states, "forms": forms}[part]()
+        PARTS[part]()
+    return None
+
+
+PARTS = {"check": check, "speed": speed, "peer": peer, "states": states, "forms": forms, "family": family}
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ import os
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
+from ..launch import launch
 from . import triton_kernels as tk
 
 GROUP = 2  # steps whose states and decays the plain backward holds in registers
@@ -30,11 +30,22 @@ SMS = 132  # of an H200, where the rules below were measured
 OPTIONAL = Tensor | None
 
 
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def power_of_2(n: int) -> int:
+    """The next one. Triton's own cdiv and next_power_of_2 cost 8 us a call."""
+    return 1 << (n - 1).bit_length()
+
+
 class Plan(NamedTuple):
-    """How a call is launched. gluon: the explicit layouts; segments: pieces of L that run side by side."""
+    """How a call is launched. gluon: the explicit layouts; segments: pieces of L that run side by side, and how many of
+    them backward."""
 
     gluon: bool
     segments: int = 1
+    backward: int = 1
 
 
 def why_not(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> str | None:
@@ -73,24 +84,28 @@ def _hopper(index: int | None) -> bool:
 def plan(x: Tensor, groups: int, discretization: str) -> Plan:
     if gluon_why_not(x, groups, discretization) is not None:
         return Plan(False)
-    return Plan(True, segments_for(*x.shape))
+    batch, length, width = x.shape
+    return Plan(True, segments_for(batch, length, width), segments_for(batch, length, width, True))
 
 
-def segments_for(batch: int, length: int, width: int) -> int:
-    """Into how many segments L is split: none where the batch and the channels give every SM a CTA."""
-    ctas = batch * triton.cdiv(width, BLOCK)
-    if ctas >= SMS * 3 // 4 or length < 2048:
+def segments_for(batch: int, length: int, width: int, backward: bool = False) -> int:
+    """Into how many segments L is split, which costs a carry pass: none where the batch and the channels give every SM a
+    CTA, or two in the backward."""
+    ctas = batch * cdiv(width, BLOCK)
+    if ctas > SMS * (1 if backward else 3 / 4) or length < 2048:
         return 1
+    if ctas > SMS * 3 / 4:
+        return 2 * (3 * SMS // ctas)  # two full waves of three CTAs an SM
     # enough for several waves: a short tail matters more than the carry pass, which costs the same for any number
-    want = triton.cdiv(12 * SMS, ctas)
-    return max(1, min(triton.next_power_of_2(want), length // 512))
+    want = cdiv(12 * SMS, ctas)
+    return max(1, min(power_of_2(want), length // 512))
 
 
 def chunk_for(n: int, chunk: int | None) -> int:
     """Steps between saved states: a power of two from 16; at most 32 where N <= 16, at most 1024 else."""
     if chunk is None:
         return 32 if n <= 16 else 64
-    return min(32 if n <= 16 else 1024, max(16, triton.next_power_of_2(chunk)))
+    return min(32 if n <= 16 else 1024, max(16, power_of_2(chunk)))
 
 
 def saved_specs(
@@ -111,13 +126,13 @@ def saved_specs(
     gluon = (how or plan(x, B.shape[2], discretization)).gluon
     if gluon and n > STATES:
         return nothing, nothing if z is None else (x.shape, x.dtype)
-    chunks = triton.cdiv(length, chunk_for(n, chunk))
+    chunks = cdiv(length, chunk_for(n, chunk))
     states = ((batch, chunks, width * n), torch.float32)
     if x.dtype != torch.float32:
         states = ((batch, chunks, width * (n + 1)), torch.int16)
     if not gluon or z is None or x.dtype != torch.bfloat16:
         return states, nothing
-    return states, ((batch, triton.cdiv(length, TILE_BWD), triton.cdiv(width, BLOCK)), torch.int8)
+    return states, ((batch, cdiv(length, TILE_BWD), cdiv(width, BLOCK)), torch.int8)
 
 
 def forward(
@@ -153,15 +168,17 @@ def forward(
         K = chunk_for(n, chunk)
         final = A.new_empty(batch, width, n)
         block, warps, np2 = _block(n, width // groups, discretization == "zoh")
-        blocks = triton.cdiv(width // groups, block)
+        blocks = cdiv(width // groups, block)
         initial_state = _dense(initial_state)
-        tk.fwd_kernel[(batch * groups * blocks,)](
-            x, dt, A, B, C, _or(D, A), _or(z, x), _or(dt_bias, A), _or(initial_state, A), _or(seq_idx, A), y, final, states,
+        launch(
+            tk.fwd_kernel, (batch * groups * blocks,),
+            (x, dt, A, B, C, _or(D, A), _or(z, x), _or(dt_bias, A), _or(initial_state, A), _or(seq_idx, A), y, final, states,
             1, length, width, width // groups, blocks, *x.stride(), *dt.stride(), *_or(z, x).stride(),
-            *B.stride()[:3], *C.stride()[:3], *A.stride(), *_strides(seq_idx),
-            N=n, NP=np2, BD=block, S=4, K=K, HAS_D=D is not None, HAS_Z=z is not None, HAS_BIAS=dt_bias is not None,
-            HAS_H0=initial_state is not None, HAS_SEQ=seq_idx is not None, SOFTPLUS=dt_softplus,
-            ZOH=discretization == "zoh", SAVE=save, BFP=states.dtype == torch.int16, G=groups, num_warps=warps,
+            *B.stride()[:3], *C.stride()[:3], *A.stride(), *_strides(seq_idx)),
+            dict(N=n, NP=np2, BD=block, S=4, K=K, HAS_D=D is not None, HAS_Z=z is not None, HAS_BIAS=dt_bias is not None,
+                 HAS_H0=initial_state is not None, HAS_SEQ=seq_idx is not None, SOFTPLUS=dt_softplus,
+                 ZOH=discretization == "zoh", SAVE=save, BFP=states.dtype == torch.int16, G=groups),
+            {"num_warps": warps},
         )  # fmt: skip
         return y, final, states, gate
     call = _Gluon(x, dt, z, dt_bias, seq_idx, dt_softplus, chunk_for(STATES, chunk), how.segments)
@@ -212,7 +229,7 @@ def backward(
                           initial_state, adjoint)  # fmt: skip
     B, C, A, D, dt_bias = _rows(B), _rows(C), _dense(A), _dense(D), _dense(dt_bias)
     if how.gluon:
-        call = _Gluon(x, dt, z, dt_bias, seq_idx, dt_softplus, chunk_for(STATES, chunk), how.segments)
+        call = _Gluon(x, dt, z, dt_bias, seq_idx, dt_softplus, chunk_for(STATES, chunk), how.backward)
         dy = _words(dy)
         if n <= STATES:
             sums, adjoint = call.backward(
@@ -244,20 +261,22 @@ def backward(
     sums = A.new_zeros(batch, n + 2, width)
     K = chunk_for(n, chunk)
     block, warps, np2 = _block(n, width // groups, discretization == "zoh")
-    blocks = triton.cdiv(width // groups, block)
+    blocks = cdiv(width // groups, block)
     step_bytes = groups * blocks * 2 * n * 4
     piece = min(length, max(1, _own_bytes(x) // (batch * step_bytes)))
-    piece = triton.cdiv(piece, K) * K
+    piece = cdiv(piece, K) * K
     partial = A.new_empty(batch, piece, groups, blocks, 2 * n)
     scratch = A.new_empty(batch * groups * blocks, K // GROUP, np2 * block)
     for t0 in reversed(range(0, length, piece)):
-        tk.bwd_kernel[(batch * groups * blocks,)](
-            dy, x, dt, A, B, C, _or(D, A), _or(z, x), _or(dt_bias, A), _or(seq_idx, A), states, adjoint,
+        launch(
+            tk.bwd_kernel, (batch * groups * blocks,),
+            (dy, x, dt, A, B, C, _or(D, A), _or(z, x), _or(dt_bias, A), _or(seq_idx, A), states, adjoint,
             scratch, dx, ddt, dz, partial, sums,
             1, length, t0, min(length, t0 + piece), piece, width, width // groups, blocks, *x.stride(), *dt.stride(),
-            *_or(z, x).stride(), *dy.stride(), *B.stride()[:3], *C.stride()[:3], *A.stride(), *_strides(seq_idx),
-            N=n, NP=np2, BD=block, S=GROUP, K=K, HAS_SEQ=seq_idx is not None, ZOH=discretization == "zoh", G=groups,
-            **given, num_warps=warps,
+            *_or(z, x).stride(), *dy.stride(), *B.stride()[:3], *C.stride()[:3], *A.stride(), *_strides(seq_idx)),
+            dict(N=n, NP=np2, BD=block, S=GROUP, K=K, HAS_SEQ=seq_idx is not None, ZOH=discretization == "zoh", G=groups,
+                 **given),
+            {"num_warps": warps},
         )  # fmt: skip
         _reduce_bc(partial, partial[..., n:], dB, dC, piece, blocks, t0, length, 1, partial.stride(0), 0, 2 * n)
     return _gradients(dx, ddt, sums, dB, dC, D, dz, dt_bias, initial_state, adjoint)
@@ -294,15 +313,17 @@ class _Gluon:
             self._carry(x, A, B, None, ini, initial_state is not None, False)
         save = states is not None and states.numel() > 0
         gating = 0 if gate is None or not gate.numel() else 1 if gate.dtype == torch.int8 else 2
-        gk.fwd_kernel[(triton.cdiv(width, BLOCK), batch, self.segments)](
-            x, self.dt, A, B, C, _or(D, A), _or(z, x), _or(self.bias, A), _or(self.keep, A), ini, _or(total, A), _or(y, x),
+        launch(
+            gk.fwd_kernel, (cdiv(width, BLOCK), batch, self.segments),
+            (x, self.dt, A, B, C, _or(D, A), _or(z, x), _or(self.bias, A), _or(self.keep, A), ini, _or(total, A), _or(y, x),
             gate if gating else x, final, states if save else A,
             length, width, width // B.shape[2], self.steps, self.segments, *x.stride()[:2], *self.dt.stride()[:2],
-            *_or(z, x).stride()[:2], *B.stride()[:3], *C.stride()[:3],
-            N=n, K=self.chunk, HAS_D=D is not None, HAS_Z=z is not None, HAS_BIAS=self.bias is not None,
-            HAS_INI=self.segments > 1 or initial_state is not None, HAS_SEQ=self.keep is not None, SOFTPLUS=self.softplus,
-            SAVE=save, BFP=save and states.dtype == torch.int16, OUT=y is not None, ACC=total is not None, GATE=gating,
-            EVEN_L=length % TILE_FWD == 0, EVEN_D=width % BLOCK == 0, num_warps=WARPS, **_three_ctas(x),
+            *_or(z, x).stride()[:2], *B.stride()[:3], *C.stride()[:3]),
+            dict(N=n, K=self.chunk, HAS_D=D is not None, HAS_Z=z is not None, HAS_BIAS=self.bias is not None,
+                 HAS_INI=self.segments > 1 or initial_state is not None, HAS_SEQ=self.keep is not None, SOFTPLUS=self.softplus,
+                 SAVE=save, BFP=save and states.dtype == torch.int16, OUT=y is not None, ACC=total is not None, GATE=gating,
+                 EVEN_L=length % TILE_FWD == 0, EVEN_D=width % BLOCK == 0),
+            {"num_warps": WARPS, **_three_ctas(x)},
         )  # fmt: skip
         return final
 
@@ -314,7 +335,7 @@ class _Gluon:
 
         batch, length, width = self.shape
         x, n, groups = self.x, A.shape[1], B.shape[2]
-        blocks = triton.cdiv(width, BLOCK)
+        blocks = cdiv(width, BLOCK)
         adjoint = _state_in(dfinal, A, batch, self.segments, self.segments - 1)
         sums = A.new_empty(batch * self.segments, n + 2, width)
         if self.segments > 1:
@@ -328,18 +349,19 @@ class _Gluon:
         few = batch * blocks * self.segments <= 2 * SMS
         pieces = self._pieces(blocks * n * 4, free, dx is free[0])
         for i, (p0, piece, pB, pC, spb, sps) in enumerate(pieces):
-            gk.bwd_kernel[(blocks, batch, self.segments)](
-                dy, x, self.dt, A, B, C, _or(D, A), _or(self.z, x), _or(self.bias, A), _or(self.keep, A), states,
+            launch(
+                gk.bwd_kernel, (blocks, batch, self.segments),
+                (dy, x, self.dt, A, B, C, _or(D, A), _or(self.z, x), _or(self.bias, A), _or(self.keep, A), states,
                 y if how_dz % 2 else x, gate if how_dz == 1 else x, *(totals or (A, A)),
                 adjoint, dx, ddt, dz if how_dz else x, pB, pC, sums,
                 length, p0, piece, width, width // groups, blocks, self.steps, self.segments,
                 int(i > 0 or dfinal is not None or self.segments > 1), int(i > 0), spb, sps,
                 *dy.stride()[:2], *x.stride()[:2], *self.dt.stride()[:2], *_or(self.z, x).stride()[:2], *B.stride()[:3],
-                *C.stride()[:3],
-                N=n, NT=self.chunk // TILE_BWD, HAS_D=D is not None, HAS_Z=z is not None, HAS_BIAS=self.bias is not None,
-                HAS_SEQ=self.keep is not None, SOFTPLUS=self.softplus, BFP=states.dtype == torch.int16, DZ=how_dz,
-                ACC=totals is not None, EVEN_L=length % self.chunk == 0, EVEN_D=width % BLOCK == 0, PRE=few,
-                num_warps=WARPS, **({} if few else _three_ctas(x)),
+                *C.stride()[:3]),
+                dict(N=n, NT=self.chunk // TILE_BWD, HAS_D=D is not None, HAS_Z=z is not None, HAS_BIAS=self.bias is not None,
+                     HAS_SEQ=self.keep is not None, SOFTPLUS=self.softplus, BFP=states.dtype == torch.int16, DZ=how_dz,
+                     ACC=totals is not None, EVEN_L=length % self.chunk == 0, EVEN_D=width % BLOCK == 0, PRE=few),
+                {"num_warps": WARPS, **({} if few else _three_ctas(x))},
             )  # fmt: skip
             _reduce_bc(pB, pC, dB, dC, piece, blocks // groups, p0, self.steps, self.segments, spb, sps, n)
         return sums, adjoint
@@ -352,17 +374,21 @@ class _Gluon:
         dt, n, segments = self.dt, A.shape[1], self.segments
         z = self.z if z is not None else None
         end, total = torch.empty_like(ini), ini.new_empty(batch, segments, width)
-        gk.carry_kernel[(triton.cdiv(width, BLOCK), batch, segments)](
-            x, dt, A, B, _or(z, x), _or(self.bias, A), _or(self.keep, A), end, total,
+        launch(
+            gk.carry_kernel, (cdiv(width, BLOCK), batch, segments),
+            (x, dt, A, B, _or(z, x), _or(self.bias, A), _or(self.keep, A), end, total,
             length, width, width // B.shape[2], self.steps, segments, *x.stride()[:2], *dt.stride()[:2],
-            *_or(z, x).stride()[:2], *B.stride()[:3], N=n, REV=reverse, HAS_Z=reverse and z is not None,
-            HAS_BIAS=self.bias is not None, HAS_SEQ=self.keep is not None, SOFTPLUS=self.softplus,
-            EVEN_L=length % TILE_FWD == 0, EVEN_D=width % BLOCK == 0,
-            num_warps=WARPS, **({} if x.dtype == torch.float32 else {"maxnreg": CARRY_REGS}),
+            *_or(z, x).stride()[:2], *B.stride()[:3]),
+            dict(N=n, REV=reverse, HAS_Z=reverse and z is not None,
+                 HAS_BIAS=self.bias is not None, HAS_SEQ=self.keep is not None, SOFTPLUS=self.softplus,
+                 EVEN_L=length % TILE_FWD == 0, EVEN_D=width % BLOCK == 0),
+            {"num_warps": WARPS, **({} if x.dtype == torch.float32 else {"maxnreg": CARRY_REGS})},
         )  # fmt: skip
-        tk.combine_kernel[(triton.cdiv(width, 16), batch)](
-            end, total, A, _or(self.alive, A), ini, segments, width, N=n, NP=triton.next_power_of_2(n), BD=16, REV=reverse,
-            HAS_INI=has_ini, HAS_SEQ=self.alive is not None, num_warps=1,
+        launch(
+            tk.combine_kernel, (cdiv(width, 32), n, batch),
+            (end, total, A, _or(self.alive, A), ini, segments, width),
+            dict(N=n, BD=32, REV=reverse, HAS_INI=has_ini, HAS_SEQ=self.alive is not None),
+            {"num_warps": 1},
         )  # fmt: skip
 
     def _pieces(self, step_bytes, free, written):
@@ -374,11 +400,11 @@ class _Gluon:
         batch, length, width = self.shape
         steps, segments, K = self.steps, self.segments, self.chunk
         rows, row_bytes = batch * segments, width * free[0].element_size()
-        total = triton.cdiv(min(steps, length), K) * K
+        total = cdiv(min(steps, length), K) * K
         pieces, end = [], total
         if rows * total * step_bytes * 2 > PARTIALS:
             if written:
-                start = triton.cdiv(triton.cdiv(total * step_bytes, row_bytes + step_bytes), K) * K
+                start = cdiv(cdiv(total * step_bytes, row_bytes + step_bytes), K) * K
             else:
                 start = 0 if step_bytes <= row_bytes else total
             if start < total:
@@ -386,7 +412,7 @@ class _Gluon:
                 pieces.append((start, total - start, *scratch, length * row_bytes // 4, steps * row_bytes // 4))
                 end = start
         if end:
-            piece = triton.cdiv(min(end, max(1, _own_bytes(self.x) // (2 * rows * step_bytes))), K) * K
+            piece = cdiv(min(end, max(1, _own_bytes(self.x) // (2 * rows * step_bytes))), K) * K
             own = [free[0].new_empty(rows * piece * step_bytes // 4, dtype=torch.float32) for _ in range(2)]
             stride = piece * step_bytes // 4
             for p0 in reversed(range(0, end, piece)):
@@ -408,9 +434,11 @@ def _gradients(dx, ddt, sums, dB, dC, D, dz, dt_bias, initial_state, adjoint):
     rows, n, width = sums.shape[0], sums.shape[1] - 2, sums.shape[2]
     dA, dD, dbias = sums.new_zeros(width, n), sums.new_zeros(width), sums.new_zeros(width)
     if rows and width and dx.numel():
-        np2 = triton.next_power_of_2(n + 2)
-        tk.finish_kernel[(triton.cdiv(width, 8),)](
-            sums, dA, dD, dbias, rows, width, N=n, N2P=np2, BD=8, RB=max(1, 512 // np2), num_warps=4
+        launch(
+            tk.finish_kernel, (cdiv(width, 128), n + 2),
+            (sums, dA, dD, dbias, rows, width),
+            dict(N=n, BD=128, RB=min(16, power_of_2(rows))),
+            {"num_warps": 4},
         )
     none = sums.new_empty(0)
     return (
@@ -421,13 +449,15 @@ def _gradients(dx, ddt, sums, dB, dC, D, dz, dt_bias, initial_state, adjoint):
 
 def _reduce_bc(pB, pC, dB, dC, piece, blocks, p0, steps, segments, spb, sps, sk) -> None:
     batch, length, groups, n = dB.shape
-    np2 = triton.next_power_of_2(n)
-    # a tile of 2048 each: enough loads in flight, enough programs
-    wide = min(32, triton.next_power_of_2(blocks))
+    np2 = power_of_2(n)
+    # a tile of 2048 each: enough loads in flight, enough programs. A width that leaves no lane idle, if there is one
+    wide = blocks & -blocks if 8 <= (blocks & -blocks) <= 32 else min(32, power_of_2(blocks))
     step, count = max(1, 2048 // (np2 * wide)), batch * segments * piece * groups
-    tk.reduce_bc_kernel[(triton.cdiv(count, step),)](
-        pB, pC, dB, dC, count, piece, blocks, p0, steps, segments, length, spb, sps, sk, dB.stride(2),
-        C=groups, N=n, NP=np2, R=step, KB=wide, num_warps=4,
+    launch(
+        tk.reduce_bc_kernel, (cdiv(count, step),),
+        (pB, pC, dB, dC, count, piece, blocks, p0, steps, segments, length, spb, sps, sk, dB.stride(2)),
+        dict(C=groups, N=n, NP=np2, R=step, KB=wide, U=min(3, cdiv(blocks, wide))),
+        {"num_warps": 4},
     )  # fmt: skip
 
 
@@ -440,8 +470,8 @@ def _segments(length: int, segments: int) -> tuple[int, int]:
     """Number and length of the segments, a multiple of the largest chunk of the Gluon kernels."""
     if segments == 1:
         return 1, length
-    steps = triton.cdiv(triton.cdiv(length, segments), TILE_FWD) * TILE_FWD
-    return triton.cdiv(length, steps), steps
+    steps = cdiv(cdiv(length, segments), TILE_FWD) * TILE_FWD
+    return cdiv(length, steps), steps
 
 
 def _state_in(state: OPTIONAL, A: Tensor, batch: int, segments: int, at: int) -> Tensor:
@@ -456,8 +486,8 @@ def _state_in(state: OPTIONAL, A: Tensor, batch: int, segments: int, at: int) ->
 def _block(n: int, per_group: int, zoh: bool) -> tuple[int, int, int]:
     """Channels a program, its warps, N padded: 8 states a lane (4 with the longer formulas of zoh; more would spill),
     and at least 8 channels to share the sums over channels."""
-    np2, lane = triton.next_power_of_2(n), 128 if zoh else 256
-    block = min(32, max(8, lane // np2), triton.next_power_of_2(per_group))
+    np2, lane = power_of_2(n), 128 if zoh else 256
+    block = min(32, max(8, lane // np2), power_of_2(per_group))
     return block, max(1, np2 * block // lane), np2
 
 

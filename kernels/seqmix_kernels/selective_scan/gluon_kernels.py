@@ -1,6 +1,6 @@
 # ruff: noqa: RUF005 (the compiler's front end knows tuple concatenation, not unpacking)
-"""The selective scan for Hopper in Gluon: the design of triton_kernels.py with every layout chosen by hand. 16 states at a time:
-more are as many calls, whose y, dx and ddt add up in float32 (ACC).
+"""The selective scan for Hopper in Gluon: the design of triton_kernels.py with every layout chosen by hand.
+16 states at a time: more are as many calls, whose y, dx and ddt add up in float32 (ACC).
 
 Same contract and the same saved states as the plain form, so forward and backward of the two can be mixed.
 
@@ -239,6 +239,22 @@ def channel(v, smem, PRE: gl.constexpr):
         return v
     else:
         return smem.load(v.type.layout)
+
+
+@gluon.jit
+def delta_of(
+    dr, bv, bS, tv, t0, L, DT: gl.constexpr, lt: gl.constexpr, HAS_BIAS: gl.constexpr, SOFTPLUS: gl.constexpr,
+    EVEN_L: gl.constexpr, FINE: gl.constexpr, PRE: gl.constexpr,
+):  # fmt: skip
+    """delta of a tile of the backward."""
+    delta = unpack(dr, DT, lt)
+    if HAS_BIAS:
+        delta += channel(bv, bS, PRE)[None, :]
+    if SOFTPLUS:
+        delta = softplus(delta, FINE)
+    if not EVEN_L:
+        delta = gl.where((tv + t0 < L)[:, None], delta, 0.0)
+    return delta
 
 
 @gluon.jit
@@ -511,6 +527,10 @@ def carry_kernel(
     sd = gl.zeros([BD], gl.float32, layout=ld)
     lo = seg * LS
     tiles = (gl.maximum(gl.minimum(LS, L - lo), 0) + T - 1) // T
+    if REV:  # nothing asks what leaves the last segment
+        tiles = gl.where(seg == 0, 0, tiles)
+    else:
+        tiles = gl.where(seg == SEG - 1, 0, tiles)
     t0 = lo
     if REV:
         t0 = lo + gl.maximum(tiles - 1, 0) * T
@@ -578,24 +598,53 @@ def steps(h, A, dS, BS, KS, g, HAS_SEQ: gl.constexpr, ld: gl.constexpr, ln: gl.c
 
 
 @gluon.jit
+def again(x, PRE: gl.constexpr):
+    """x, but the compiler must not know where registers are short: it would compute every tile's addresses before the
+    loop, spill them and fetch them back from L2 (8 % of the time)."""
+    if PRE:
+        return x
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def load_rows(p, stride, rows, cols, L, D, EVEN: gl.constexpr):
+    """[rows, cols] of a matrix at p, zeros past row L and column D."""
+    p += rows[:, None].to(gl.int64) * stride + cols[None, :]
+    if EVEN:
+        return gl.load(p)
+    else:
+        return gl.load(p, mask=(rows < L)[:, None] & (cols < D)[None, :], other=0.0)
+
+
+@gluon.jit
+def store_rows(p, stride, rows, cols, v, L, D, EVEN: gl.constexpr):
+    p += rows[:, None].to(gl.int64) * stride + cols[None, :]
+    if EVEN:
+        gl.store(p, v.to(p.dtype.element_ty))
+    else:
+        gl.store(p, v.to(p.dtype.element_ty), mask=(rows < L)[:, None] & (cols < D)[None, :])
+
+
+@gluon.jit
 def load_all(
-    xp, tp, gp, zp, yp, Bp, Cp, offx, offt, offg, offz, offw, offB, offC, tw, cw, tb, nb, t0, L, D, N: gl.constexpr,
-    W: gl.constexpr, sxl, stl, sgl, szl, sBl, sCl, HAS_Z: gl.constexpr, DZ: gl.constexpr, EVEN: gl.constexpr,
-    EVEN_B: gl.constexpr,
+    xp, tp, gp, zp, yp, Bp, Cp, tw, cw, tb, nb, t0, L, D, N: gl.constexpr, W: gl.constexpr, sxl, stl, sgl, szl, sBl, sCl,
+    HAS_Z: gl.constexpr, DZ: gl.constexpr, EVEN: gl.constexpr, EVEN_B: gl.constexpr, PRE: gl.constexpr,
 ):  # fmt: skip
     """A tile of the backward as it lies in memory: x, dt, dy, z, y (words), B, C."""
-    t = t0.to(gl.int64)
-    xr = load_tile(xp + t * (sxl // W), offx, tw, cw, t0, L, D // W, EVEN)
-    dr = load_tile(tp + t * (stl // W), offt, tw, cw, t0, L, D // W, EVEN)
-    gr = load_tile(gp + t * (sgl // W), offg, tw, cw, t0, L, D // W, EVEN)
+    r = again(tw, PRE) + t0
+    xr = load_rows(xp, sxl // W, r, cw, L, D // W, EVEN)
+    dr = load_rows(tp, stl // W, r, cw, L, D // W, EVEN)
+    gr = load_rows(gp, sgl // W, r, cw, L, D // W, EVEN)
     zr = xr
     yr = xr
     if HAS_Z:
-        zr = load_tile(zp + t * (szl // W), offz, tw, cw, t0, L, D // W, EVEN)
+        zr = load_rows(zp, szl // W, r, cw, L, D // W, EVEN)
     if DZ % 2 == 1:
-        yr = load_tile(yp + t * (D // W), offw, tw, cw, t0, L, D // W, EVEN)
-    Br = load_tile(Bp + t * sBl, offB, tb, nb, t0, L, N, EVEN_B)
-    Cr = load_tile(Cp + t * sCl, offC, tb, nb, t0, L, N, EVEN_B)
+        yr = load_rows(yp, D // W, r, cw, L, D // W, EVEN)
+    r = again(tb, PRE) + t0
+    nb = again(nb, PRE)
+    Br = load_rows(Bp, sBl, r, nb, L, N, EVEN_B)
+    Cr = load_rows(Cp, sCl, r, nb, L, N, EVEN_B)
     return xr, dr, gr, zr, yr, Br, Cr
 
 
@@ -679,15 +728,8 @@ def bwd_kernel(
     if not PRE:
         DS.store(Dv)
         bS.store(bv)
-    offg = tw[:, None] * (sgl // W) + cw[None, :]
-    offx = tw[:, None] * (sxl // W) + cw[None, :]
-    offt = tw[:, None] * (stl // W) + cw[None, :]
-    offz = tw[:, None] * (szl // W) + cw[None, :]
-    offo = tv[:, None] * D + dv[None, :]
     tb = gl.arange(0, T, layout=gl.SliceLayout(1, lb))
     nb = gl.arange(0, NP, layout=gl.SliceLayout(0, lb))
-    offB = tb[:, None] * sBl + nb[None, :]
-    offC = tb[:, None] * sCl + nb[None, :]
     g0 = (pid_d * BD) // DG
     gp = words(dy_ptr) + b * (sgb // W)
     xp = words(x_ptr) + b * (sxb // W)
@@ -701,7 +743,6 @@ def bwd_kernel(
     ps = b * spb + (b * 0 + seg) * sps + pid_d * N
     pp = gl.where(rs % 2 == 0, pB_ptr + ps, pC_ptr + ps)[:, None] + ((rs // 2) * ND * N)[:, None] + rn[None, :]
     yp = words(y_ptr) + b * (L * D // W)
-    offw = tw[:, None] * (D // W) + cw[None, :]
     kp = keep_ptr + b * L
     mp = gate_ptr + b * ((L + T - 1) // T) * ND + pid_d
     dS = gl.allocate_shared_memory(f32, [T, BD, 2], B_SP2)  # delta, delta x
@@ -711,6 +752,10 @@ def bwd_kernel(
     KS = BS
     if HAS_SEQ:
         KS = gl.allocate_shared_memory(f32, [T, NP], s1)
+    # delta of a chunk's first tile, from the sweep; with documents there is no room if three CTAs are to fit on an SM
+    REUSE: gl.constexpr = NT == 2 and not HAS_SEQ
+    if REUSE:
+        tS = gl.allocate_shared_memory(f32, [T, BD], B_SW2)
     # the state before each group; once the group is done: rows 0-7 the sums over n of g B and of a g h_{t-1} A, a pair a
     # step, rows 8-11 C . h where it is asked for
     hS = gl.allocate_shared_memory(f32, [NT * G, NP, BD], B_SHL)
@@ -736,8 +781,8 @@ def bwd_kernel(
         t0 = first + gl.maximum(tiles - NT, 0) * T
         if EVEN_L:  # unmasked: stay inside where the range is empty
             t0 = gl.minimum(t0, L - T)
-        xr, dr, gr, zr, yr, Br, Cr = load_all(xp, tp, gp, zp, yp, Bp, Cp, offx, offt, offg, offz, offw, offB, offC, tw, cw, tb,
-            nb, t0, L, D, N, W, sxl, stl, sgl, szl, sBl, sCl, HAS_Z, DZ, EVEN, EVEN_B)  # fmt: skip
+        xr, dr, gr, zr, yr, Br, Cr = load_all(xp, tp, gp, zp, yp, Bp, Cp, tw, cw, tb,
+            nb, t0, L, D, N, W, sxl, stl, sgl, szl, sBl, sCl, HAS_Z, DZ, EVEN, EVEN_B, PRE)  # fmt: skip
     for kk in range(0, tiles):
         k = tiles - 1 - kk
         t0 = first + k * T
@@ -750,43 +795,41 @@ def bwd_kernel(
             if NT == 2:
                 t1 = t0 - T
                 if not PRE:
-                    t = t1.to(gl.int64)
-                    xr = load_tile(xp + t * (sxl // W), offx, tw, cw, t1, L, D // W, EVEN)
-                    dr = load_tile(tp + t * (stl // W), offt, tw, cw, t1, L, D // W, EVEN)
-                    Br = load_tile(Bp + t * sBl, offB, tb, nb, t1, L, N, EVEN_B)
-                delta = unpack(dr, DT, lt)
-                if HAS_BIAS:
-                    delta += channel(bv, bS, PRE)[None, :]
-                if SOFTPLUS:
-                    delta = softplus(delta, FINE)
-                if not EVEN_L:
-                    delta = gl.where((tv + t1 < L)[:, None], delta, 0.0)
+                    r1 = again(tw, PRE) + t1
+                    xr = load_rows(xp, sxl // W, r1, cw, L, D // W, EVEN)
+                    dr = load_rows(tp, stl // W, r1, cw, L, D // W, EVEN)
+                    Br = load_rows(Bp, sBl, again(tb, PRE) + t1, nb, L, N, EVEN_B)
+                delta = delta_of(dr, bv, bS, tv, t1, L, DT, lt, HAS_BIAS, SOFTPLUS, EVEN_L, FINE, PRE)
+                if REUSE:
+                    tS.store(delta)
                 dS._reinterpret(f32, [T, BD, 2], B_SP3).store(gl.join(delta, delta * unpack(xr, DT, lt)))
                 BS._reinterpret(f32, [T, NP], s2).store(Br.to(f32))
                 if HAS_SEQ:
                     store_keep(KS, kp, tb, t1, L, s2, lb)
                 if PRE:
-                    xr, dr, gr, zr, yr, Br, Cr = load_all(xp, tp, gp, zp, yp, Bp, Cp, offx, offt, offg, offz, offw, offB, offC,
-                        tw, cw, tb, nb, t0, L, D, N, W, sxl, stl, sgl, szl, sBl, sCl, HAS_Z, DZ, EVEN, EVEN_B)  # fmt: skip
+                    xr, dr, gr, zr, yr, Br, Cr = load_all(xp, tp, gp, zp, yp, Bp, Cp, tw, cw,
+                        tb, nb, t0, L, D, N, W, sxl, stl, sgl, szl, sBl, sCl, HAS_Z, DZ, EVEN, EVEN_B, PRE)  # fmt: skip
                 for g in range(0, G):
                     hS.index(g).store(h)
                     h = steps(h, A, dS, BS, KS, g, HAS_SEQ, ld, ln)
         if not PRE:
-            xr, dr, gr, zr, yr, Br, Cr = load_all(xp, tp, gp, zp, yp, Bp, Cp, offx, offt, offg, offz, offw, offB, offC, tw, cw,
-                tb, nb, t0, L, D, N, W, sxl, stl, sgl, szl, sBl, sCl, HAS_Z, DZ, EVEN, EVEN_B)  # fmt: skip
-            if k % NT == 0 and k > 0:  # the next chunk, into L2
-                c = (t0 - K).to(gl.int64) + gl.arange(0, K, layout=lq)
-                prefetch(xp + (c * sxl + pid_d * BD) // W)
-                prefetch(tp + (c * stl + pid_d * BD) // W)
-                prefetch(gp + (c * sgl + pid_d * BD) // W)
-                if HAS_Z:
-                    prefetch(zp + (c * szl + pid_d * BD) // W)
+            xr, dr, gr, zr, yr, Br, Cr = load_all(xp, tp, gp, zp, yp, Bp, Cp, tw, cw,
+                tb, nb, t0, L, D, N, W, sxl, stl, sgl, szl, sBl, sCl, HAS_Z, DZ, EVEN, EVEN_B, PRE)  # fmt: skip
+            if k % NT == 0 and k > 0:  # the next chunk, into L2: a warp each for x, dt, dy and z
+                i = gl.arange(0, 32 * NW, layout=lq)
+                w = i // 32
+                c = (t0 - K).to(gl.int64) + i % K
+                q = gl.where(w < 2, gl.where(w == 0, xp, tp), gl.where(w == 2, gp, zp))
+                c = c * gl.where(w < 2, gl.where(w == 0, sxl, stl), gl.where(w == 2, sgl, szl)) + pid_d * BD
+                prefetch(q + c // W)
+                i = i % 32  # and the saved state and y
+                c = gl.where(i < NP, pid_d * BD * N + i * BD, N * D * (R - N) + pid_d * BD)
+                q = words(hp + (b * 0 + t0 // K - 1) * R * D)
+                c = c // (2 if BFP else 1) + i.to(gl.int64) * 0
                 if DZ % 2 == 1:
-                    prefetch(yp + (c * D + pid_d * BD) // W)
-                i = gl.arange(0, 32, layout=lq)
-                i = gl.where(i < NP, pid_d * BD * N + i * BD, N * D * (R - N) + pid_d * BD)
-                prefetch(hp + (b * 0 + t0 // K - 1) * R * D + i)
-        oo = ob + (b * 0 + t0) * D
+                    q = gl.where(w < 2, q, yp)
+                    c = gl.where(w < 2, c, (((t0 - K).to(gl.int64) + i % K) * D + pid_d * BD) // W)
+                prefetch(q + c)
         xc = xr
         xv = unpack(xr, DT, lt)
         gy = unpack(gr, DT, lt)
@@ -800,15 +843,15 @@ def bwd_kernel(
                     dz *= rcp(zf) + (1.0 - sg)
                 else:
                     dz *= sg + sl * (1.0 - sg)
-                store_tile(dz_ptr + oo, offo, dz, tv, dv, t0, L, D, EVEN)
+                store_rows(dz_ptr + ob, D, again(tv, PRE) + t0, dv, dz, L, D, EVEN)
             gy = gy * sl
-        delta = unpack(dr, DT, lt)
-        if HAS_BIAS:
-            delta += channel(bv, bS, PRE)[None, :]
-        if SOFTPLUS:
-            delta = softplus(delta, FINE)
-        if not EVEN_L:
-            delta = gl.where((tv + t0 < L)[:, None], delta, 0.0)
+        if REUSE:
+            if top:
+                delta = delta_of(dr, bv, bS, tv, t0, L, DT, lt, HAS_BIAS, SOFTPLUS, EVEN_L, FINE, PRE)
+            else:
+                delta = tS.load(lt)
+        else:
+            delta = delta_of(dr, bv, bS, tv, t0, L, DT, lt, HAS_BIAS, SOFTPLUS, EVEN_L, FINE, PRE)
         dS._reinterpret(f32, [T, BD, 2], B_SP3).store(gl.join(delta, delta * xv))
         gS._reinterpret(f32, [T, BD], B_SW2).store(gy)
         if PRE:
@@ -827,8 +870,8 @@ def bwd_kernel(
             hS.index(base + G - 1).store(h)
         if PRE:  # what the next stage starts with: the tile before this one, or the first of the chunk before
             tn = gl.maximum(gl.where(k % NT > 0, t0 - T, t0 - K), first)
-            xr, dr, gr, zr, yr, Br, Cr = load_all(xp, tp, gp, zp, yp, Bp, Cp, offx, offt, offg, offz, offw, offB, offC, tw, cw,
-                tb, nb, tn, L, D, N, W, sxl, stl, sgl, szl, sBl, sCl, HAS_Z, DZ, EVEN, EVEN_B)  # fmt: skip
+            xr, dr, gr, zr, yr, Br, Cr = load_all(xp, tp, gp, zp, yp, Bp, Cp, tw, cw,
+                tb, nb, tn, L, D, N, W, sxl, stl, sgl, szl, sBl, sCl, HAS_Z, DZ, EVEN, EVEN_B, PRE)  # fmt: skip
         for gg in range(0, G):
             g = G - 1 - gg
             h = hS.index(base + g).load(lay)
@@ -907,11 +950,12 @@ def bwd_kernel(
             db += ddt
         else:
             eS.store(eS.load(lt) + ddt)
+        rv = again(tv, PRE) + t0
         if ACC:
-            dx += load_tile(accx_ptr + oo, offo, tv, dv, t0, L, D, EVEN)
-            ddt += load_tile(acct_ptr + oo, offo, tv, dv, t0, L, D, EVEN)
-        store_tile(dx_ptr + oo, offo, dx, tv, dv, t0, L, D, EVEN)
-        store_tile(ddt_ptr + oo, offo, ddt, tv, dv, t0, L, D, EVEN)
+            dx += load_rows(accx_ptr + ob, D, rv, dv, L, D, EVEN)
+            ddt += load_rows(acct_ptr + ob, D, rv, dv, L, D, EVEN)
+        store_rows(dx_ptr + ob, D, rv, dv, dx, L, D, EVEN)
+        store_rows(ddt_ptr + ob, D, rv, dv, ddt, L, D, EVEN)
         if DZ == 2:
             mark = 1
         if DZ == 1 or DZ == 2:
@@ -920,12 +964,12 @@ def bwd_kernel(
                 y = gl.convert_layout(y, lt, assert_trivial=True)
                 if HAS_D:
                     y += channel(Dv, DS, PRE)[None, :] * xv
-                t = t0.to(gl.int64)
-                zf = unpack(load_tile(zp + t * (szl // W), offz, tw, cw, t0, L, D // W, EVEN), DT, lt)
+                r = again(tw, PRE) + t0
+                zf = unpack(load_rows(zp, szl // W, r, cw, L, D // W, EVEN), DT, lt)
                 sg = rcp(1.0 + ex2(zf * -LOG2E))
                 y *= sg + zf * sg * (1.0 - sg)
-                y *= unpack(load_tile(gp + t * (sgl // W), offg, tw, cw, t0, L, D // W, EVEN), DT, lt)
-                store_tile(dz_ptr + oo, offo, y, tv, dv, t0, L, D, EVEN)
+                y *= unpack(load_rows(gp, sgl // W, r, cw, L, D // W, EVEN), DT, lt)
+                store_rows(dz_ptr + ob, D, rv, dv, y, L, D, EVEN)
     if not PRE:
         dD = aS.load(lt)
         db = eS.load(lt)

@@ -338,7 +338,7 @@ def bwd_kernel(
 @triton.jit(do_not_specialize=["R0", "PL", "NB", "P0", "LS", "SEG", "L", "spb", "sps", "sk", "sn"])
 def reduce_bc_kernel(
     pB_ptr, pC_ptr, dB_ptr, dC_ptr, R0, PL, NB, P0, LS, SEG, L, spb, sps, sk, sn,
-    C: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, R: tl.constexpr, KB: tl.constexpr,
+    C: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, R: tl.constexpr, KB: tl.constexpr, U: tl.constexpr,
 ):  # fmt: skip
     """dB, dC (rows, L, C, N, the last but one stride sn) at steps P0 to P0 + PL of each of the SEG segments of LS steps,
     from partials (rows, SEG, PL, C, NB, N) with strides spb, sps for the first two and sk for the last but one, always in
@@ -354,10 +354,17 @@ def reduce_bc_kernel(
     p = ((row // SEG) * spb + seg * sps)[:, None, None] + (i[:, None, None] * NB + k[None, :, None]) * sk + c[None, None, :]
     dB = tl.zeros([R, NP], tl.float32)
     dC = tl.zeros([R, NP], tl.float32)
-    for k0 in range(0, NB, KB):
-        ok = m[:, None, :] & (k + k0 < NB)[None, :, None]
-        dB += tl.sum(tl.load(pB_ptr + p + k0 * sk, mask=ok, other=0.0), axis=1)
-        dC += tl.sum(tl.load(pC_ptr + p + k0 * sk, mask=ok, other=0.0), axis=1)
+    for k0 in range(0, NB, U * KB):
+        Bs = ()
+        Cs = ()
+        for u in tl.static_range(U):  # loads first
+            j = k0 + u * KB
+            ok = m[:, None, :] & (k + j < NB)[None, :, None]
+            Bs = Bs + (tl.load(pB_ptr + p + j * sk, mask=ok, other=0.0),)
+            Cs = Cs + (tl.load(pC_ptr + p + j * sk, mask=ok, other=0.0),)
+        for u in tl.static_range(U):
+            dB += tl.sum(Bs[u], axis=1)
+            dC += tl.sum(Cs[u], axis=1)
     o = (((row // SEG) * L + t) * C + i % C)[:, None] * sn + c[None, :]
     tl.store(dB_ptr + o, dB.to(dB_ptr.dtype.element_ty), mask=m)
     tl.store(dC_ptr + o, dC.to(dC_ptr.dtype.element_ty), mask=m)
@@ -366,52 +373,55 @@ def reduce_bc_kernel(
 @triton.jit(do_not_specialize=["SEG", "D"])
 def combine_kernel(
     end_ptr, sum_ptr, A_ptr, alive_ptr, ini_ptr, SEG, D,
-    N: tl.constexpr, NP: tl.constexpr, BD: tl.constexpr, REV: tl.constexpr, HAS_INI: tl.constexpr, HAS_SEQ: tl.constexpr,
+    N: tl.constexpr, BD: tl.constexpr, REV: tl.constexpr, HAS_INI: tl.constexpr, HAS_SEQ: tl.constexpr,
 ):  # fmt: skip
     """The state that comes into each segment, from the segments before it (REV: the adjoint, from those after it).
     alive (rows, SEG): 0 where a document begins in the segment, which lets nothing through, else 1.
     ini (rows, SEG, N, D): with HAS_INI its first (REV: last) segment holds what comes in from outside."""
     d = tl.program_id(0) * BD + tl.arange(0, BD)
-    n = tl.arange(0, NP)
-    b = tl.program_id(1).to(tl.int64)
-    m = (n < N)[:, None] & (d < D)[None, :]
-    A = tl.load(A_ptr + d[None, :] * N + n[:, None], mask=m, other=0.0)
-    h = tl.zeros([NP, BD], tl.float32)
+    n = tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
+    m = d < D
+    A = tl.load(A_ptr + d * N + n, mask=m, other=0.0) * LOG2E
+    h = tl.zeros([BD], tl.float32)
     if HAS_INI:
         s0 = SEG - 1 if REV else 0
-        h = tl.load(ini_ptr + ((b * SEG + s0) * N + n[:, None]) * D + d[None, :], mask=m, other=0.0)
-    for i0 in range(0, SEG, 4):
+        h = tl.load(ini_ptr + ((b * SEG + s0) * N + n) * D + d, mask=m, other=0.0)
+    for i0 in range(0, SEG, 8):
         ends = ()
         sums = ()
-        for k in tl.static_range(4):  # loads first: no segment waits for memory
+        for k in tl.static_range(8):  # loads first: no segment waits for memory
             s = b * SEG + (SEG - 1 - i0 - k if REV else i0 + k)
             ok = i0 + k < SEG
-            sums = sums + (tl.load(sum_ptr + s * D + d, mask=(d < D) & ok, other=0.0),)
-            ends = ends + (tl.load(end_ptr + (s * N + n[:, None]) * D + d[None, :], mask=m & ok, other=0.0),)
-        for k in tl.static_range(4):
-            s = b * SEG + (SEG - 1 - i0 - k if REV else i0 + k)
-            tl.store(ini_ptr + (s * N + n[:, None]) * D + d[None, :], h, mask=m & (i0 + k < SEG))
-            a = tl.exp2(A * sums[k][None, :] * LOG2E)
+            a = tl.load(sum_ptr + s * D + d, mask=m & ok, other=0.0)
             if HAS_SEQ:
-                a *= tl.load(alive_ptr + s, mask=i0 + k < SEG, other=1.0)
+                a = tl.where(tl.load(alive_ptr + s, mask=ok, other=1.0) > 0.0, a, float("inf"))
+            sums = sums + (a,)
+            ends = ends + (tl.load(end_ptr + (s * N + n) * D + d, mask=m & ok, other=0.0),)
+        for k in tl.static_range(8):
+            s = b * SEG + (SEG - 1 - i0 - k if REV else i0 + k)
+            tl.store(ini_ptr + (s * N + n) * D + d, h, mask=m & (i0 + k < SEG))
+            a = tl.exp2(A * sums[k])
+            if HAS_SEQ:
+                a = tl.where(sums[k] == float("inf"), 0.0, a)
             h = a * h + ends[k]
 
 
 @triton.jit(do_not_specialize=["ROWS", "D"])
-def finish_kernel(
-    p_ptr, dA_ptr, dD_ptr, db_ptr, ROWS, D, N: tl.constexpr, N2P: tl.constexpr, BD: tl.constexpr, RB: tl.constexpr
-):  # fmt: skip
-    """dA (D, N), dD (D,), ddt_bias (D,) from the rows of pA (rows, N + 2, D), always in the same order."""
+def finish_kernel(p_ptr, dA_ptr, dD_ptr, db_ptr, ROWS, D, N: tl.constexpr, BD: tl.constexpr, RB: tl.constexpr):
+    """dA (D, N), dD (D,), ddt_bias (D,) from the rows of p (rows, N + 2, D), always in the same order."""
     d = tl.program_id(0) * BD + tl.arange(0, BD)
-    n = tl.arange(0, N2P)
+    n = tl.program_id(1)
     r = tl.arange(0, RB)
-    m = (n < N + 2)[:, None] & (d < D)[None, :]
-    acc = tl.zeros([N2P, BD], tl.float32)
-    p = p_ptr + (r[:, None, None].to(tl.int64) * (N + 2) + n[None, :, None]) * D + d[None, None, :]
+    m = d < D
+    acc = tl.zeros([BD], tl.float32)
+    p = p_ptr + (r.to(tl.int64)[:, None] * (N + 2) + n) * D + d[None, :]
     for r0 in range(0, ROWS, RB):
-        part = tl.load(p, mask=m[None, :, :] & (r + r0 < ROWS)[:, None, None], other=0.0)
-        acc += tl.sum(part, axis=0)
-        p += (d[None, None, :] * 0 + RB).to(tl.int64) * (N + 2) * D
-    tl.store(dA_ptr + d[None, :] * N + n[:, None], acc, mask=m & (n < N)[:, None])
-    tl.store(dD_ptr + d[None, :] + 0 * n[:, None], acc, mask=m & (n == N)[:, None])
-    tl.store(db_ptr + d[None, :] + 0 * n[:, None], acc, mask=m & (n == N + 1)[:, None])
+        acc += tl.sum(tl.load(p, mask=m[None, :] & (r + r0 < ROWS)[:, None], other=0.0), axis=0)
+        p += (d[None, :] * 0 + RB).to(tl.int64) * (N + 2) * D
+    if n < N:
+        tl.store(dA_ptr + d * N + n, acc, mask=m)
+    elif n == N:
+        tl.store(dD_ptr + d, acc, mask=m)
+    else:
+        tl.store(db_ptr + d, acc, mask=m)
