@@ -108,8 +108,8 @@ def test_biases_and_windows_by_their_matrices(option):
 
 
 def test_hard_alibi_takes_so_many_heads():
-    assert Attention(D, positions="hard_alibi").window == (1, 2, None, None)
-    assert Attention(D, positions="hard_alibi", hard_alibi_heads=3, window=9).window == (1, 2, 3, 9)
+    assert Attention(D, positions="hard_alibi").windows == (1, 2, None, None)
+    assert Attention(D, positions="hard_alibi", hard_alibi_heads=3, window=9).windows == (1, 2, 3, 9)
     assert Attention(D, positions="alibi").slopes == alibi_slopes(4)
 
 

@@ -2,7 +2,10 @@
 for, all that is around a backend. tests/kernels/test_attention_gpu.py runs the backends themselves."""
 
 import functools
+import json
 import math
+import os
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -11,7 +14,20 @@ import pytest
 import stand_in_fa4
 import torch
 
-from seqmix_kernels.attention import IMPLS, Case, alibi_slopes, attention, case_of, fa2, fa4, op, which_impl
+from seqmix_kernels.attention import (
+    IMPLS,
+    Case,
+    alibi_slopes,
+    attention,
+    attention_step,
+    case_of,
+    fa2,
+    fa4,
+    op,
+    rotary_phases,
+    rotate,
+    which_impl,
+)
 
 F64 = dict(rtol=0, atol=1e-12)
 ON_CPU = ("math", "flash")
@@ -385,6 +401,55 @@ def test_fa2_is_called_by_the_names_of_its_arguments(monkeypatch, seq_idx):
     y = attention(*args, window=4, seq_idx=seq_idx, impl="fa2")
     torch.testing.assert_close(y, by_hand(*args, window=4, seq_idx=seq_idx), **F64)
     assert seen == [(0.0, 8**-0.5, True, (3, 0), False)]
+
+
+# -- one token against a cache ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("windows, slopes", [(None, None), ((3, None, 1, 5), None), (None, alibi_slopes(4))])
+@pytest.mark.parametrize("rotary", [0, 4, 8])
+def test_a_step_is_attention_over_what_is_cached(rotary, windows, slopes):
+    q, k, v = qkv(L=7, H_kv=2)
+    phases = rotary_phases(torch.arange(7), rotary, 100.0, 1.5, q.dtype)
+    turned = (q, k) if rotary == 0 else (rotate(q, *phases), rotate(k, *phases))
+    want = attention(*turned, v, windows, slopes)
+    caches = torch.zeros(2, 2, 10, 8).double(), torch.zeros(2, 2, 10, 8).double()
+    for t in range(7):
+        length = torch.full((2,), t, dtype=torch.int32)
+        y = attention_step(q[:, t], k[:, t], v[:, t], *caches, length, rotary, 100.0, 1.5, windows, slopes)
+        torch.testing.assert_close(y, want[:, t], **F64)
+    torch.testing.assert_close(caches[0][:, :, :7].transpose(1, 2), turned[1], **F64)
+    assert not caches[0][:, :, 7:].any()
+    with pytest.raises(ValueError, match="impl='fused' cannot run here: it needs a GPU, q is on the CPU"):
+        attention_step(q[:, 0], k[:, 0], v[:, 0], *caches, length, impl="fused")
+
+
+def script(name):
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, Path(__file__).parent / name], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_the_fused_step_under_the_interpreter():
+    triton = pytest.importorskip("triton")
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
+        pytest.skip("the interpreter of Triton 3.6 fails with numpy 2.4")
+    rows = script("interpret_attention_step.py")
+    assert len(rows) == 7
+    for row in rows:
+        assert row["y"] < max(4 * row["eps"], 1e-6) and row["written"] < 4 * max(row["eps"], 1e-6), row
+        assert row["spare_untouched"], row
+
+
+def test_the_fused_step_compiles_for_hopper_without_spilling():
+    """STACK is the table of the cosine's range reduction, of arguments past 10^5; without rotation there is none."""
+    pytest.importorskip("triton")
+    rows = script("compile_attention_step.py")
+    assert len(rows) == 5
+    for row in rows:
+        assert row["registers"] <= 168 and row["stack"] <= (48 if row["rotary"] else 0), row
+        assert row["async_copies"] and row["shared"] <= 100_000, row
 
 
 def test_impls_are_all_named_in_the_readme():

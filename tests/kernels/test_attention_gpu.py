@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from seqmix.channel_mixers import SwiGLU
+from seqmix.decode import in_precision
 from seqmix.measure import tensors
 from seqmix.mixers.attention import Attention
 from seqmix.model import SequenceModel
-from seqmix_kernels.attention import IMPLS, attention, case_of, which_impl
+from seqmix_kernels.attention import IMPLS, attention, attention_step, case_of, which_impl
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,6 +19,17 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Argument aux_data:UserWarning"),  # of CUTLASS, about itself
 ]
 V = 64
+# B, H, H_kv, P, C, rotary_dim, windows, slopes
+STEPS = (
+    (1, 12, 12, 64, 2304, 64, None, None),
+    (64, 12, 12, 64, 512, 64, None, None),
+    (3, 16, 2, 128, 1000, 128, None, None),
+    (2, 6, 1, 24, 300, 8, None, None),
+    (2, 2, 2, 256, 300, 256, None, None),
+    (2, 4, 4, 64, 700, 0, (1, 2, None, None), None),
+    (3, 4, 2, 64, 700, 64, (100,) * 4, None),
+    (3, 4, 2, 64, 700, 0, None, (0.25, 0.0625, 0.5, 0.0)),
+)
 
 
 def cases():
@@ -47,8 +59,10 @@ def qkv(dtype=torch.bfloat16, L=64, P=64, grad=True):
 
 
 def test_auto_says_what_it_measured():
-    name, reason = which_impl(case_of(*qkv()))
-    assert name in ("fa4", "fa2", "cudnn", "flash") and "fastest of " in reason and " ms" in reason
+    for large in (False, True):
+        name, reason = which_impl(case_of(*qkv())._replace(large=large))
+        assert name in ("fa4", "fa2", "cudnn", "flash") and "fastest of " in reason and " ms" in reason
+        assert large or "fa4: " in reason
     assert which_impl(case_of(*qkv(torch.float32)))[0] == "efficient"
     assert "q is float32" in which_impl(case_of(*qkv(torch.float32)))[1]
 
@@ -68,6 +82,30 @@ def test_gradients_repeat_bitwise_where_determinism_is_asked_for():
         torch.use_deterministic_algorithms(False)
     for a, b, c in zip(*runs, strict=True):
         assert torch.equal(a, b) and torch.equal(a, c)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("case", STEPS, ids=str)
+def test_the_fused_step_is_the_equation(dtype, case):
+    """What it writes and what it returns, with NaN in every slot behind the lengths."""
+    B, H, H_kv, P, C, rotary, windows, slopes = case
+    torch.manual_seed(0)
+    lengths = torch.randint(C, (B,), dtype=torch.int32, device="cuda")
+    lengths[0], lengths[-1] = C - 1, 0
+    q, k, v = (torch.randn(B, h, P, device="cuda").to(dtype) for h in (H, H_kv, H_kv))
+    caches = [torch.randn(B, H_kv, C, P, device="cuda").to(dtype) for _ in range(2)]
+    exact = [t.double() for t in caches]
+    for cache in caches:
+        cache.masked_fill_((torch.arange(C, device="cuda") >= lengths[:, None])[:, None, :, None], float("nan"))
+    told = (lengths, rotary, 10_000.0, 2.0, windows, slopes)
+    want = attention_step(q.double(), k.double(), v.double(), *exact, *told, impl="torch")
+    got = attention_step(q, k, v, *caches, *told, impl="fused")
+    eps = torch.finfo(dtype).eps
+    assert (got.double() - want).norm() <= max(4 * eps, 3e-6) * want.norm()
+    for cache, true in zip(caches, exact, strict=True):
+        for b, n in enumerate(lengths.tolist()):
+            assert (cache[b, :, : n + 1].double() - true[b, :, : n + 1]).abs().max() <= 4 * max(eps, 1e-6)
+            assert cache[b, :, n + 1 :].isnan().all()
 
 
 def model(**keys):
@@ -100,7 +138,16 @@ def test_a_compiled_step_is_the_eager_one(keys):
 @torch.inference_mode()
 def test_decoding_under_a_cuda_graph_is_decoding(keys):
     """As the README of the op tells it: a warm-up step, one capture, then a replay a token; the state's tensors stay put."""
-    net, tokens = model(**keys).bfloat16().eval(), torch.randint(V, (3, 160), device="cuda")
+    net, tokens = in_precision(model(**keys).eval(), torch.bfloat16), torch.randint(V, (3, 160), device="cuda")
+    with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+        eager, outs, state, other = decode_twice(net, tokens)
+    for a, b in zip(eager, outs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0.02 * a.abs().max().item())
+    torch.testing.assert_close(state[0].length, other[0].length)
+
+
+def decode_twice(net, tokens):
+    """60 tokens a row, rows of three lengths: eagerly, and by 49 replays with eager steps before and after."""
     _, state = net.prefill(tokens[:, :100], net.init_state(3))
     state = tuple(block._replace(length=block.length - torch.tensor([0, 7, 50], device="cuda").int()) for block in state)
     eager, after = [], state
@@ -126,9 +173,7 @@ def test_decoding_under_a_cuda_graph_is_decoding(keys):
     for t in range(150, 160):  # and on without it
         logits, static = net.step(tokens[:, t], static)
         outs.append(logits)
-    for a, b in zip(eager, outs, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0.02 * a.abs().max().item())
-    torch.testing.assert_close(static[0].length, after[0].length)
+    return eager, outs, after, static
 
 
 @torch.inference_mode()

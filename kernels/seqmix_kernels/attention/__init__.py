@@ -1,5 +1,18 @@
 """Causal softmax attention. `which_impl` says what "auto" takes and why; README.md has the mathematics."""
 
 from .op import IMPLS, Case, alibi_slopes, attention, case_of, which_impl
+from .rotary import rotary_phases, rotate
+from .step import STEP_IMPLS, attention_step
 
-__all__ = ["IMPLS", "Case", "alibi_slopes", "attention", "case_of", "which_impl"]
+__all__ = [
+    "IMPLS",
+    "STEP_IMPLS",
+    "Case",
+    "alibi_slopes",
+    "attention",
+    "attention_step",
+    "case_of",
+    "rotary_phases",
+    "rotate",
+    "which_impl",
+]

@@ -83,7 +83,11 @@ CHECKS = (
     ("ALiBi", (1, 333, 333, 8, 8, 64), fp32, {"slopes": alibi_slopes(8)}),
     ("head of 20", (2, 100, 100, 2, 2, 20), bf16, {}),
     ("head of 1", (2, 100, 100, 2, 2, 1), bf16, {}),
-    ("head of 96", (2, 200, 200, 2, 2, 96), bf16, {}),
+    ("head of 48", (2, 200, 200, 2, 2, 48), bf16, {}),
+    ("head of 80", (2, 200, 200, 4, 2, 80), bf16, {}),
+    ("head of 160", (2, 200, 200, 2, 2, 160), bf16, {}),
+    ("head of 192", (2, 200, 200, 2, 2, 192), bf16, {}),
+    ("head of 200", (2, 200, 200, 2, 2, 200), bf16, {}),
     ("head of 256", (1, 200, 200, 2, 2, 256), bf16, {}),
     ("head of 257", (1, 100, 100, 1, 1, 257), bf16, {}),
     ("one token", (3, 1, 1, 2, 2, 64), bf16, {}),
@@ -180,12 +184,13 @@ def choice():
         ("float16", (2, 64, 4, 64), {"dtype": torch.float16}),
         ("float32", (2, 64, 4, 64), {"dtype": torch.float32}),
     ):
-        qkv, _ = inputs(B, L, H, P, **keys)
-        print(f"{title}: {': '.join(op.which_impl(op.case_of(*qkv)))}", flush=True)
-    qkv, _ = inputs(2, 64, 4, 64)
-    print("window:", ": ".join(op.which_impl(op.case_of(*qkv, windows=(9,) * 4))), flush=True)
-    print("documents:", ": ".join(op.which_impl(op.case_of(*qkv, seq_idx=torch.zeros(2, 64)))), flush=True)
-    print("dropout:", ": ".join(op.which_impl(op.case_of(*qkv, dropout=0.1))), flush=True)
+        case = op.case_of(*inputs(B, L, H, P, **keys)[0])
+        for large in (False, True):
+            told = ": ".join(op.which_impl(case._replace(large=large)))
+            print(f"{title}, {'large' if large else 'small'}: {told}", flush=True)
+    case = op.case_of(*inputs(2, 64, 4, 64)[0])._replace(large=True)
+    for title, change in (("window", {"windowed": True}), ("documents", {"packed": True}), ("dropout", {"dropout": True})):
+        print(f"{title}, large: {': '.join(op.which_impl(case._replace(**change)))}", flush=True)
 
 
 def options():
@@ -214,6 +219,7 @@ def options():
 
 def first():
     qkv, dy = inputs(8, 2048, 12, 64)
+    torch.cuda.synchronize()
     start = time.perf_counter()
     print(f"flash-attn-4: {fa4.missing() or 'imported'}; {time.perf_counter() - start:.1f} s", flush=True)
     attention(*qkv).backward(dy)
@@ -227,7 +233,7 @@ if __name__ == "__main__":
 
     import triton
 
-    versions = {name: metadata.version(name) for name in ("flash-attn-4", "nvidia-cutlass-dsl") if fa4.missing() is None}
+    versions = {d.name: d.version for d in metadata.distributions() if d.name in ("flash-attn-4", "nvidia-cutlass-dsl")}
     card = torch.cuda.get_device_name()
     print(f"{card}, torch {torch.__version__}, triton {triton.__version__}, cuDNN {torch.backends.cudnn.version()}, {versions}")
     torch.manual_seed(0)

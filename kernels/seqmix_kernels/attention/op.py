@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 IMPLS = ("auto", "fa4", "fa2", "cudnn", "flash", "efficient", "math")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MASKED = ("efficient", "math")  # these take any mask; the others know causality, one window, and documents
+LARGE = 2**28  # scores: half a millisecond of an H200, forward and backward
 
 
 class Case(NamedTuple):
@@ -29,6 +30,7 @@ class Case(NamedTuple):
     head_dim: int  # as a backend sees it: after padding, and with the columns of ALiBi
     shared: int  # query heads a key head
     train: bool  # a gradient will be wanted
+    large: bool = True  # so much work that the GPU, not the launch, takes the time
     square: bool = True  # as many queries as keys
     windowed: bool = False
     packed: bool = False  # seq_idx is given
@@ -87,6 +89,8 @@ def attention(
     name = _choose(case, impl)
     if q.numel() == 0:
         return q.clone()
+    if k.shape[1] == 1:  # y is v, which no kernel need be asked, and cuDNN refuses
+        name = "math"
     scale = q.shape[-1] ** -0.5
     with torch.autocast(device, enabled=False):
         if name == "math":
@@ -94,7 +98,7 @@ def attention(
         width = q.shape[-1]
         if slopes is not None:
             q, k = _with_alibi(q, k, slopes, scale)
-        q, k, v = (_pad(t, case.head_dim) for t in (q, k, v))
+        q, k, v = (_pad(t, _round_up(case.head_dim, fa4.WIDTH if name == "fa4" else 8)) for t in (q, k, v))
         if windows is None or name in MASKED or (name == "flash" and device == "cpu"):
             y = _run(name, q, k, v, scale, windows, seq_idx, lengths, dropout)
         else:
@@ -117,6 +121,7 @@ def case_of(q, k, v, windows=None, slopes=None, seq_idx=None, lengths=None, drop
     return Case(
         q.device, q.dtype, _round_up(q.shape[-1] + columns, 8), q.shape[2] // k.shape[2],
         train=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+        large=q.shape[0] * q.shape[1] * q.shape[2] * k.shape[1] >= LARGE,
         square=q.shape[1] == k.shape[1], windowed=windows is not None, packed=seq_idx is not None,
         cached=lengths is not None, dropout=dropout > 0,
     )  # fmt: skip
@@ -138,8 +143,10 @@ def why_not(impl: str, case: Case) -> str | None:
 def which_impl(case: Case) -> tuple[str, str]:
     """What "auto" takes, and why that and not what stands before it in IMPLS: ("cudnn", "fastest of ...; fa4: ...").
 
-    On a GPU every candidate runs once against "math", forward and backward, and those that agree are timed. A candidate
-    must be 5 % faster than one before it to be taken in its place. Kept for the life of the process.
+    On a GPU every candidate runs once against "math", forward and backward, and those that agree are timed: over 2^30 scores
+    where the case is large, else over 2^23, launches included. A candidate must be 5 % faster than one before it to be
+    taken in its place. flash-attn-4 is left out where the case is small: it would compile for longer than it could save,
+    and takes longer to launch. Kept for the life of the process.
     """
     return _decide_as_constant(*case)
 
@@ -166,6 +173,8 @@ def _decide(case: Case) -> tuple[str, str]:
     if case.dtype == torch.float64:
         return "math", "float64 is for checking: the plain equation"
     reasons = {name: why_not(name, case) for name in IMPLS[1:]}
+    if case.device.type == "cuda" and not case.large:
+        reasons["fa4"] = reasons["fa4"] or "so little work that launches take the time"
     able = [name for name, reason in reasons.items() if reason is None]
     told = [f"{name}: {reason}" for name, reason in reasons.items() if reason is not None]
     if case.device.type == "cuda" and not case.cached:

@@ -22,7 +22,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqmix.mixers.base import Mixer
-from seqmix_kernels.attention import IMPLS, alibi_slopes, attention, case_of, which_impl
+from seqmix_kernels.attention import (
+    IMPLS,
+    alibi_slopes,
+    attention,
+    attention_step,
+    case_of,
+    rotary_phases,
+    rotate,
+    which_impl,
+)
 
 POSITIONS = ("rope", "none", "alibi", "hard_alibi")
 SCALINGS = ("linear", "ntk")
@@ -64,7 +73,8 @@ class Attention(Mixer):
     window: tokens a head sees, itself the last; null: all.
     qk_norm: RMS norm of q and k over a head (Henry et al. 2020).
     attn_dropout: of attention weights, in training only.
-    attn_impl: which implementation runs (seqmix_kernels/attention); all compute one function.
+    attn_impl: which implementation runs over whole sequences (seqmix_kernels/attention); all compute one function. Against
+    a cache it is "math" where that was asked for, else what "auto" takes.
     cache_page: the cache grows by so many tokens.
     """
 
@@ -127,10 +137,10 @@ class Attention(Mixer):
             self.rope_base = rope_base * rope_factor ** (self.rotary_dim / max(self.rotary_dim - 2, 1))
             self.rope_shrink = 1.0
         self.slopes = alibi_slopes(n_heads) if positions == "alibi" else None
-        self.window: int | tuple[int | None, ...] | None = window
+        self.windows = None if window is None else (window,) * n_heads
         if positions == "hard_alibi":
             m = n_heads // 2 if hard_alibi_heads is None else hard_alibi_heads
-            self.window = (*range(1, m + 1), *(window,) * (n_heads - m))
+            self.windows = (*range(1, m + 1), *(window,) * (n_heads - m))
         self.attn_dropout, self.attn_impl, self.cache_page = attn_dropout, attn_impl, cache_page
         self.q_proj = nn.Linear(d_model, n_heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(d_model, n_kv_heads * self.head_dim, bias=bias)
@@ -140,8 +150,8 @@ class Attention(Mixer):
             nn.init.normal_(layer.weight, std=d_model**-0.5)
             if bias:
                 nn.init.zeros_(layer.bias)
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-5) if qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=1e-5) if qk_norm else nn.Identity()
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-5) if qk_norm else None
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=1e-5) if qk_norm else None
 
     def forward(self, x: Tensor, seq_idx: Tensor | None = None) -> Tensor:
         """x (B, L, D) -> y (B, L, D). seq_idx (B, L) integers: documents packed in a row, none of which sees another."""
@@ -158,21 +168,41 @@ class Attention(Mixer):
         if L == 0:
             return self._out(x.new_empty(len(x), 0, self.n_heads, self.head_dim)), state
         steps = torch.arange(L, device=x.device)
-        if torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if _blind(x):
             q, k, v = self._project(x, state.length[:, None] + steps)
-            after = _write_blindly(state, k, v)
+            after = _write(state, k, v, None)
             y = self._attend(q, after.k.transpose(1, 2), after.v.transpose(1, 2), lengths=after.length)
             return self._out(y), after
 
         first, last = _span(state.length)
         q, k, v = self._project(x, steps + first if first == last else state.length[:, None] + steps)
-        after = _write(state, k, v, self.cache_page, torch.is_grad_enabled() and q.requires_grad)
+        state = _with_room(state, L, v.dtype, self.cache_page, torch.is_grad_enabled() and q.requires_grad)
+        after = _write(state, k, v, (first, last))
         if last == 0:
             return self._out(self._attend(q, k, v)), after
         one_corner = first == last and L > 1
-        seen = last + L if one_corner else min(-(-(last + L) // 64) * 64, after.k.shape[2])
+        seen = last + L if one_corner else _rounded_up(last + L, 64, after.k.shape[2])
         k, v = (t[:, :, :seen].transpose(1, 2).to(q.dtype) for t in (after.k, after.v))  # (B, S, H_kv, P)
         return self._out(self._attend(q, k, v, lengths=None if one_corner else after.length)), after
+
+    def step(self, x_t: Tensor, state: AttentionState) -> tuple[Tensor, AttentionState]:
+        """One token: the same mathematics by the operator for it, which has no gradients."""
+        if torch.is_grad_enabled() or (self.training and self.attn_dropout) or self.attn_impl == "math":
+            return super().step(x_t, state)
+        q = _normed(self.q_norm, self.q_proj(x_t).unflatten(-1, (self.n_heads, -1)))  # (B, H, P)
+        k = _normed(self.k_norm, self.k_proj(x_t).unflatten(-1, (self.n_kv_heads, -1)))  # (B, H_kv, P)
+        v = self.v_proj(x_t).unflatten(-1, (self.n_kv_heads, -1))
+        keys, values, span = state.k, state.v, None
+        if not _blind(x_t):
+            span = _span(state.length)
+            state = _with_room(state, 1, v.dtype, self.cache_page, keep_graph=False)
+            seen = _rounded_up(span[1] + 1, 64, state.k.shape[2])
+            keys, values = state.k[:, :, :seen], state.v[:, :, :seen]
+        y = attention_step(
+            q.to(v.dtype), k.to(v.dtype), v, keys, values, state.length, self.rotary_dim, self.rope_base, self.rope_shrink,
+            self.windows, self.slopes,
+        )  # fmt: skip
+        return self.out_proj(y.flatten(1)), _advanced(state.k, state.v, state.length, 1, span)
 
     def kernels_used(self, length: int) -> dict[str, str]:
         """What computes attention over `length` tokens under the autocast and gradient mode of the caller, and why."""
@@ -183,15 +213,15 @@ class Attention(Mixer):
         q = torch.empty(0, length, self.n_heads, self.head_dim, dtype=dtype, device=weight.device)
         q.requires_grad_(torch.is_grad_enabled())
         k = q[:, :, : self.n_kv_heads]
-        case = case_of(q, k, k, self.window, self.slopes, dropout=self.attn_dropout if self.training else 0.0)
+        case = case_of(q, k, k, self.windows, self.slopes, dropout=self.attn_dropout if self.training else 0.0)
         name, reason = which_impl(case) if self.attn_impl == "auto" else (self.attn_impl, "asked for")
         return {"attention": f"{name} ({reason})"}
 
     def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x (B, L, D) at positions (L,) or (B, L) -> q (B, L, H, P), k and v (B, L, H_kv, P)."""
         B, L, _ = x.shape
-        q = self.q_norm(self.q_proj(x).view(B, L, self.n_heads, self.head_dim))
-        k = self.k_norm(self.k_proj(x).view(B, L, self.n_kv_heads, self.head_dim))
+        q = _normed(self.q_norm, self.q_proj(x).view(B, L, self.n_heads, self.head_dim))
+        k = _normed(self.k_norm, self.k_proj(x).view(B, L, self.n_kv_heads, self.head_dim))
         v = self.v_proj(x).view(B, L, self.n_kv_heads, self.head_dim)
         if self.rotary_dim:
             cos, sin = rotary_phases(positions, self.rotary_dim, self.rope_base, self.rope_shrink, x.dtype)
@@ -200,28 +230,18 @@ class Attention(Mixer):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, seq_idx: Tensor | None = None, lengths: Tensor | None = None) -> Tensor:
         dropout = self.attn_dropout if self.training else 0.0
-        return attention(q, k, v, self.window, self.slopes, seq_idx, lengths, dropout, self.attn_impl)
+        # what was asked for is for whole sequences: few implementations can read a cache
+        whole = lengths is None and q.shape[1] == k.shape[1]
+        impl = self.attn_impl if whole or self.attn_impl == "math" else "auto"
+        return attention(q, k, v, self.windows, self.slopes, seq_idx, lengths, dropout, impl)
 
     def _out(self, y: Tensor) -> Tensor:
         return self.out_proj(y.flatten(2))
 
 
-def rotary_phases(positions: Tensor, width: int, base: float, shrink: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin (..., 1, width/2) of t/shrink · base^(-2i/width) for positions t (...), integers.
-
-    In float32 or wider whatever `dtype`: 16-bit numbers cannot tell position 256 from 257.
-    """
-    dtype = torch.promote_types(dtype, torch.float32)
-    frequency = base ** (torch.arange(0, width, 2, device=positions.device, dtype=dtype) / -max(width, 1))
-    phase = (positions.to(dtype) / shrink)[..., None, None] * frequency  # (..., 1, R/2)
-    return phase.cos(), phase.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn pair (i, i + R/2) of the first R numbers of x (B, L, H, P) by phase i; result in the dtype of the phases."""
-    half = cos.shape[-1]
-    a, b, rest = x.to(cos.dtype).split((half, half, x.shape[-1] - 2 * half), dim=-1)
-    return torch.cat((a * cos - b * sin, a * sin + b * cos, rest), dim=-1)
+def _normed(norm: nn.RMSNorm | None, x: Tensor) -> Tensor:
+    """In the dtype of the weight: under autocast x comes in 16 bits, and torch's fused norm takes no two dtypes."""
+    return x if norm is None else norm(x.to(norm.weight.dtype))
 
 
 # ---- the cache ------------------------------------------------------------------------------------------------------
@@ -244,48 +264,47 @@ def _span(length: Tensor) -> tuple[int, int]:
     return length.span
 
 
-def _write(state: AttentionState, k: Tensor, v: Tensor, page: int, keep_graph: bool) -> AttentionState:
-    """The state after k and v (B, L, H_kv, P); in place where nobody else can see it and no graph of autograd needs it."""
-    first, last = _span(state.length)
-    L, room = k.shape[1], state.k.shape[2]
-    need = last + L
+def _blind(x: Tensor) -> bool:
+    """Whether this Python will not run again: lengths are on the device, and nothing may be asked, grown or copied."""
+    return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _with_room(state: AttentionState, L: int, dtype: torch.dtype, page: int, keep_graph: bool) -> AttentionState:
+    """The state with room for L tokens more, in buffers that nobody else can see and no graph of autograd needs."""
+    last, room = _span(state.length)[1], state.k.shape[2]
     mine = getattr(state.k, "ticket", -1) == getattr(state.length, "ticket", -2)
-    in_place = mine and need <= room and (state.k.dtype == k.dtype or last > 0)
-    in_place = in_place and not keep_graph and not state.k.requires_grad
-    buffers = []
-    for old, new in ((state.k, k), (state.v, v)):
-        if not in_place:
-            old = old.to(new.dtype) if last == 0 else old  # what comes first decides the dtype
-            old = F.pad(old, (0, 0, 0, max(0, -(-need // page) * page - room))) if need > room else old.clone()
-        new = new.to(old.dtype)
-        if first == last:
-            if keep_graph or old.requires_grad:
-                old = torch.slice_scatter(old, new.transpose(1, 2), 2, last, need)
-            else:
-                old[:, :, last:need] = new.transpose(1, 2)
-        else:
-            slots = _slots(state.length, L)
-            if keep_graph or old.requires_grad:
-                old = old.transpose(1, 2).index_put(slots, new).transpose(1, 2)
-            else:
-                old.transpose(1, 2).index_put_(slots, new)
-        buffers.append(old)
-    return _marked(*buffers, state.length + L, (first + L, need))
+    dtype = dtype if last == 0 else state.k.dtype  # what comes first decides
+    if mine and last + L <= room and state.k.dtype == dtype and not keep_graph and not state.k.requires_grad:
+        return state
+    extra = max(0, -(-(last + L) // page) * page - room) if last + L > room else 0
+    k, v = (F.pad(t.to(dtype), (0, 0, 0, extra)) if extra else t.to(dtype, copy=True) for t in (state.k, state.v))
+    return AttentionState(k, v, state.length)
 
 
-def _write_blindly(state: AttentionState, k: Tensor, v: Tensor) -> AttentionState:
-    """`_write` where the lengths are on the device and Python does not run again: no growing, no copying, no looking.
+def _write(state: AttentionState, k: Tensor, v: Tensor, span: tuple[int, int] | None) -> AttentionState:
+    """The state after k and v (B, L, H_kv, P), which there is room for; span: what is known of its lengths, or None.
 
-    Past the capacity the device stops with an assertion.
+    In place; differentiable where they are, since the buffers were then made for it. Past the capacity the device stops
+    with an assertion.
     """
-    if not torch.compiler.is_compiling() and hasattr(state.length, "span"):
-        del state.length.span  # replays move it on unseen
-    slots = _slots(state.length, k.shape[1])
-    state.k.transpose(1, 2).index_put_(slots, k.to(state.k.dtype))
-    state.v.transpose(1, 2).index_put_(slots, v.to(state.v.dtype))
-    return AttentionState(state.k, state.v, state.length + k.shape[1])
+    L = k.shape[1]
+    for buffer, new in ((state.k, k), (state.v, v)):
+        if span is not None and span[0] == span[1]:
+            buffer[:, :, span[1] : span[1] + L] = new.transpose(1, 2)
+        else:
+            rows = torch.arange(len(new), device=new.device)[:, None]
+            slots = state.length[:, None] + torch.arange(L, device=new.device, dtype=torch.int32)
+            buffer.transpose(1, 2).index_put_((rows, slots), new.to(buffer.dtype))
+    return _advanced(state.k, state.v, state.length, L, span)
 
 
-def _slots(length: Tensor, L: int) -> tuple[Tensor, Tensor]:
-    rows = torch.arange(len(length), device=length.device)[:, None]
-    return rows, length[:, None] + torch.arange(L, device=length.device, dtype=torch.int32)
+def _advanced(k: Tensor, v: Tensor, length: Tensor, L: int, span: tuple[int, int] | None) -> AttentionState:
+    if span is not None:
+        return _marked(k, v, length + L, (span[0] + L, span[1] + L))
+    if not torch.compiler.is_compiling() and hasattr(length, "span"):
+        del length.span  # replays of the graph move it on unseen
+    return AttentionState(k, v, length + L)
+
+
+def _rounded_up(n: int, multiple: int, most: int) -> int:
+    return min(-(-n // multiple) * multiple, most)

@@ -1,0 +1,125 @@
+"""One token against a cache: rotate, write, attend. The operator of decoding, with the cache advanced in place."""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from .op import attention
+from .reference import Windows, constant
+from .rotary import rotary_frequencies, rotary_phases, rotate
+
+STEP_IMPLS = ("auto", "fused", "torch")
+
+
+def attention_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    length: Tensor,
+    rotary_dim: int = 0,
+    rope_base: float = 10_000.0,
+    rope_shrink: float = 1.0,
+    windows: Windows | None = None,
+    slopes: tuple[float, ...] | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """The token at position `length` of every row: what `attention` with lengths + 1 gives, in one or two launches.
+
+        k_cache[:, :, length] = R(length) k        v_cache[:, :, length] = v
+        y = softmax over s <= length of (R(length) q · k_cache_s / √P - slope (length - s)), times v_cache
+
+    Args:
+        q: (B, H, P); k, v: (B, H_kv, P), not yet rotated, of float32, bfloat16, float16 (float64 in "torch").
+        k_cache, v_cache: (B, H_kv, C, P), written at slot `length`; P dense. In their dtype the keys are kept.
+        length: (B,) int32, on the device, each below C. Nothing is asked of it: a CUDA graph can hold this call.
+        rotary_dim, rope_base, rope_shrink: R turns the first rotary_dim numbers of a head, as `rotary_phases` has it.
+        windows, slopes: one a head, as in `attention`.
+        impl: "fused" is one Triton kernel that shares a row's keys among programs, and one that adds their parts up; it reads
+            the slots that are filled and no other. "torch" is the same in plain torch, for any device.
+
+    Returns:
+        y (B, H, P) in q's dtype. No gradients: training takes `attention`.
+
+    Raises:
+        ValueError: an implementation that cannot run here.
+    """
+    reason = why_not(q, k_cache)
+    if impl not in STEP_IMPLS:
+        raise ValueError(f"impl must be one of {', '.join(STEP_IMPLS)}; got {impl!r}")
+    if impl == "fused" and reason:
+        raise ValueError(f"impl='fused' cannot run here: {reason}")
+    if impl == "torch" or reason:
+        return _plain(q, k, v, k_cache, v_cache, length, rotary_dim, rope_base, rope_shrink, windows, slopes)
+    frequency = rotary_frequencies(rotary_dim, rope_base, q.device, q.dtype) if rotary_dim else None
+    far = torch.iinfo(torch.int32).max
+    wide = None if windows is None else constant(tuple(far if w is None else w for w in windows), torch.int32, q.device)
+    steep = None if slopes is None else constant(slopes, torch.float32, q.device)
+    return torch.ops.seqmix.attention_step(q, k, v, k_cache, v_cache, length, frequency, wide, steep, rope_shrink)
+
+
+def why_not(q: Tensor, k_cache: Tensor) -> str | None:
+    """Why the fused step cannot run on these; None if it can."""
+    if not q.is_cuda:
+        return f"it needs a GPU, q is on the {q.device.type.upper()}"
+    if q.dtype == torch.float64 or k_cache.dtype == torch.float64:
+        return "it computes in float32, bfloat16 and float16, q is float64"
+    if q.shape[-1] > 256:
+        return f"heads are at most 256 wide, these are {q.shape[-1]}"
+    if q.shape[1] // k_cache.shape[1] > 64:
+        return f"at most 64 query heads share a key head, these are {q.shape[1] // k_cache.shape[1]}"
+    return _no_triton()
+
+
+def _no_triton() -> str | None:
+    return _import_fails()
+
+
+_no_triton._dynamo_marked_constant = True  # as torch.compiler.assume_constant_result would
+
+
+@functools.cache
+def _import_fails() -> str | None:
+    try:
+        _fused()
+    except ImportError as missing:
+        return f"Triton cannot be imported ({missing})"
+    return None
+
+
+def _fused():
+    from . import fused_step
+
+    return fused_step
+
+
+def _plain(q, k, v, k_cache, v_cache, length, rotary_dim, rope_base, rope_shrink, windows, slopes):
+    if rotary_dim:
+        phases = rotary_phases(length, rotary_dim, rope_base, rope_shrink, q.dtype)  # (B, 1, R/2)
+        q, k = rotate(q, *phases).to(v.dtype), rotate(k, *phases)
+    rows = torch.arange(len(length), device=length.device)
+    k_cache.transpose(1, 2).index_put_((rows, length), k.to(k_cache.dtype))  # past C it is an error, on the device too
+    v_cache.transpose(1, 2).index_put_((rows, length), v.to(v_cache.dtype))
+    keys, values = (t.transpose(1, 2).to(q.dtype) for t in (k_cache, v_cache))  # (B, C, H_kv, P)
+    return attention(q[:, None], keys, values, windows, slopes, lengths=length + 1)[:, 0]
+
+
+torch.library.define(
+    "seqmix::attention_step",
+    "(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor length, Tensor? frequency, "
+    "Tensor? windows, Tensor? slopes, float shrink) -> Tensor",
+)
+
+
+def _run(q, k, v, k_cache, v_cache, length, frequency, windows, slopes, shrink):
+    return _fused().step(q, k, v, k_cache, v_cache, length, frequency, windows, slopes, shrink)
+
+
+torch.library.impl("seqmix::attention_step", "CompositeExplicitAutograd", _run)
+
+
+@torch.library.register_fake("seqmix::attention_step")
+def _fake(q, k, v, k_cache, v_cache, length, frequency, windows, slopes, shrink):
+    return q.new_empty(q.shape)
