@@ -148,7 +148,8 @@ def test_a_gate_that_is_shut(scan):
                   lambda z: z[:, :, 3].fill_(-200.0), lambda z: z.mul_(1e-7)):  # fmt: skip
         args = bench.inputs(2, 100, 128, 16)
         zeros(args[6])
-        for how, fused.SMS in ((fused.Plan(True, 1, 1), 0), (fused.Plan(True, 2, 2), 132)):
+        hows = (fused.Plan(True, 1, 1), 0), (fused.Plan(True, 2, 2), 132)
+        for how, fused.SMS in hows:
             e = bench.errors(args, how)
             assert e.same and not within(e.ours, e.torch, True), how
 
@@ -159,7 +160,8 @@ def test_documents_and_strides_on_the_gpu(scan):
     seq = torch.tensor([0] * 20 + [1] * 33 + [2] * 7, device="cuda").repeat(2, 1)
     for n in (16, 20):
         args = bench.inputs(2, 60, 64, n)
-        for how, fused.SMS in ((fused.Plan(True, 1, 1), 0), (fused.Plan(True, 2, 2), 132), (fused.Plan(False), 0)):
+        hows = (fused.Plan(True, 1, 1), 0), (fused.Plan(True, 2, 2), 132), (fused.Plan(False), 0)
+        for how, fused.SMS in hows:
             e = bench.errors(args, how, seq_idx=seq)
             assert e.same and not within(e.ours, e.torch, True), (n, how)
     args = bench.inputs(2, 60, 40, 16)

@@ -234,7 +234,7 @@ def family(lengths=(16, 64, 256, 1024, 4096, 16384, 65536, 131072), width=1536, 
             if name == "cpu":
                 continue
             row = {"variant": name, "shape": f"B1 L{length} D{width} N{n}", "length": length, "dtype": "bfloat16",
-                   "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}  # fmt: skip
+                   "device": torch.cuda.get_device_name(), "torch": torch.__version__}  # fmt: skip
             before_length, before_ms = last.get(name, (length, 0.0))
             expected = before_ms * length / before_length
             if expected > most or expected != expected:
