@@ -188,12 +188,11 @@ def _(dy, u, kernel, D, gate, p, activation, backend):
 
 def _setup_context(ctx, inputs, output):
     *tensors, ctx.activation, ctx.backend = inputs
-    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(*tensors, output[1])
 
 
-def _backward(ctx, dy, dp):
-    assert dp is None, "p is not handed out"
+def _backward(ctx, dy, _):
     u, kernel, D, gate, p = ctx.saved_tensors
     du, dkernel, dD, dgate = torch.ops.seqmix.fft_conv_bwd(dy, u, kernel, D, gate, p, ctx.activation, ctx.backend)
     return du, dkernel, None if D is None else dD, None if gate is None else dgate, None, None

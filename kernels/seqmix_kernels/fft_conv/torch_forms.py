@@ -27,22 +27,21 @@ def pieces(length: int, taps: int) -> tuple[int, int]:
     return n - taps + 1, n
 
 
-def spectra(u: Tensor, kernel: Tensor, full: bool = False) -> tuple[Tensor, Tensor, int, int]:
-    """u (B, D, L), kernel (D, K) -> their transforms (B, D, pieces, F) and (D, 1, F), T and n."""
-    T, n = pieces(u.shape[-1], kernel.shape[-1])
+def cut(u: Tensor, T: int) -> Tensor:
+    """(B, D, L) -> (B, D, pieces, T), zeros at the end."""
     rows = -(-u.shape[-1] // T)
-    u = F.pad(u, (0, rows * T - u.shape[-1])).unflatten(-1, (rows, T))
-    return torch.fft.rfft(u, n), torch.fft.rfft(kernel, n)[:, None], T, n
+    return (F.pad(u, (0, rows * T - u.shape[-1])) if rows * T > u.shape[-1] else u).unflatten(-1, (rows, T))
 
 
 def linear(u: Tensor, kernel: Tensor) -> Tensor:
     """The whole convolution, u (B, D, L), kernel (D, K) -> (B, D, L + K - 1)."""
     L, K = u.shape[-1], kernel.shape[-1]
-    uf, kf, T, n = spectra(u, kernel)
-    y = torch.fft.irfft(uf * kf, n)  # (B, D, pieces, n); without n an odd length would be taken for an even one
-    here, beyond = y[..., :T], y[..., T : T + K - 1]
-    if here.shape[2] == 1:
+    T, n = pieces(L, K)
+    # without n an odd length would be taken for an even one
+    y = torch.fft.irfft(torch.fft.rfft(cut(u, T), n) * torch.fft.rfft(kernel, n)[:, None], n)  # (B, D, pieces, n)
+    if y.shape[2] == 1:
         return y[..., 0, : L + K - 1]
+    here, beyond = y[..., :T], y[..., T : T + K - 1]
     beyond = F.pad(beyond, (0, T - K + 1, 1, 0)).flatten(-2)  # T >= K - 1: a piece reaches into the next, no further
     return (F.pad(here, (0, 0, 0, 1)).flatten(-2) + beyond)[..., : L + K - 1]
 
@@ -51,14 +50,17 @@ def forward(u, kernel, D, gate, activation: str | None) -> tuple[Tensor, Tensor]
     """y (B, L, D), and p before the activation in u's dtype; (0,) where the backward needs none."""
     acc, L = torch.promote_types(u.dtype, torch.float32), u.shape[1]
     wide = u.to(acc)
-    p = linear(wide.mT, kernel.to(acc))[..., :L].mT
+    p = linear(wide.mT, kernel.to(acc))[..., :L].mT.contiguous()
+    if p._is_view():  # of the longer result: an op shares memory with nothing
+        p = p.clone()
     if D is not None:
-        p = p + D.to(acc) * wide
+        p.addcmul_(D.to(acc), wide)
+    if activation is None and gate is None:
+        return p.to(u.dtype), u.new_empty(0)
     y = activate(p, activation)
     if gate is not None:
         y = y * gate.to(acc)
-    saved = p.new_empty(0) if activation is None and gate is None else p
-    return _owned(y.to(u.dtype)), _owned(saved.to(u.dtype))
+    return y.to(u.dtype), p.to(u.dtype)
 
 
 def backward(dy, u, kernel, D, gate, p, activation: str | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -67,27 +69,24 @@ def backward(dy, u, kernel, D, gate, p, activation: str | None) -> tuple[Tensor,
     none = u.new_empty(0, dtype=acc)
     wide, g, dgate, dD = u.to(acc), dy.to(acc), none, none
     if gate is not None:
-        dgate = g * activate(p.to(acc), activation)
+        dgate = (g * activate(p.to(acc), activation)).to(gate.dtype).contiguous()
         g = g * gate.to(acc)
     if activation == "gelu":
         g = torch.ops.aten.gelu_backward(g, p.to(acc))
     elif activation == "silu":
         g = torch.ops.aten.silu_backward(g, p.to(acc))
-    uf, kf, T, n = spectra(wide.mT, kernel.to(acc))
-    rows = uf.shape[2]
+    T, n = pieces(L, K)
+    inputs = cut(wide.mT, T)
     # a piece of T inputs is seen by the T + K - 1 outputs from its first on
-    seen = F.pad(g.mT, (0, rows * T + K - 1 - L)).unfold(-1, T + K - 1, T)  # (B, D, pieces, T + K - 1)
+    rows, seen = inputs.shape[2], g.mT[:, :, None]  # (B, D, pieces, T + K - 1)
+    if rows > 1:
+        seen = F.pad(g.mT, (0, rows * T + K - 1 - L)).unfold(-1, T + K - 1, T)
     gf = torch.fft.rfft(seen, n)
+    kf = torch.fft.rfft(kernel.to(acc), n)[:, None]
     du = torch.fft.irfft(gf * kf.conj(), n)[..., :T].flatten(-2)[..., :L].mT
-    dkernel = torch.fft.irfft((gf * uf.conj()).sum((0, 2)), n)[:, :K]
+    du = du.clone(memory_format=torch.contiguous_format)
+    dkernel = torch.fft.irfft(gf.mul_(torch.fft.rfft(inputs, n).conj()).sum((0, 2)), n)[:, :K]
     if D is not None:
-        du = du + D.to(acc) * g
+        du.addcmul_(D.to(acc), g)
         dD = (g * wide).sum((0, 1)).to(D.dtype)
-    return (
-        _owned(du.to(u.dtype)), _owned(dkernel.to(kernel.dtype)), dD, dgate if gate is None else _owned(dgate.to(gate.dtype)),
-    )  # fmt: skip
-
-
-def _owned(t: Tensor) -> Tensor:
-    """An op's result shares memory with nothing; contiguous, as its fake is."""
-    return t.clone(memory_format=torch.contiguous_format) if t._is_view() or not t.is_contiguous() else t
+    return du.to(u.dtype), dkernel.to(kernel.dtype).clone(memory_format=torch.contiguous_format), dD, dgate

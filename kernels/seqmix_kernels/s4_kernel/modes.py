@@ -122,12 +122,12 @@ def row(C: Tensor) -> Tensor:
 def truncated(lam: Tensor, P: Tensor, B: Tensor, C: Tensor, length: int) -> Tensor:
     """C̃ = C (I - Ā^length), (D, M, 2): with it the geometric series of the kernel ends after `length` taps.
 
-    Powers by squaring, in O(N³ log length); the last four squarings are replaced by up to sixteen products with a row.
+    Powers by squaring, in O(N³ log length); the last squarings are replaced by products with a row.
     """
     X, _ = dense(lam, P, B)
     c = C.to(X.dtype)
     left = row(c)[:, None]  # (D, 1, N)
-    while length >= 16:
+    while length >= 4:
         if length % 2:
             left = left @ X
         X, length = X @ X, length // 2

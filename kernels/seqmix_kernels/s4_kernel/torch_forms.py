@@ -11,7 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-PIECE = 1 << 22  # elements of (D, frequencies, M) held at a time
+PIECE = 1 << 24  # elements of (D, frequencies, M) held at a time
+CPU_PIECE = 1 << 17  # so few stay in the cache
 
 
 # ---- S4D ------------------------------------------------------------------------------------------------------------
@@ -75,19 +76,22 @@ def nodes(length: int, device: torch.device) -> Tensor:
     return torch.stack((tangent, cosine, sine, weight))
 
 
-def fractions(lam: Tensor, node: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """κ = 1/((2is - λc)(2is - λ̄c)) (D, F, M), real and imaginary part, with what its gradient needs: c λr, s, c."""
+def fractions(lam: Tensor, node: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """κ = 1/((2is - λc)(2is - λ̄c)), real and imaginary part: (D, F, M) each.
+
+    With y = 2s/c the denominator is c² (λr² - (y - λi)(y + λi)) - 4isc λr.
+    """
     lr, li = (t[:, None] for t in lam.unbind(-1))  # (D, 1, M)
     y, c, s = (t[:, None] for t in node[:3])  # (F, 1)
-    c_, s_ = c.to(dtype), s.to(dtype)
     # y - Im λ decides how near the pole is: its parts beyond the dtype are kept until they have been subtracted
     y0, li0 = y.to(dtype), li.to(dtype)
-    near = c_ * ((y0 - li0) + ((y - y0.double()).to(dtype) - (li - li0.double()).to(dtype)))
-    far = c_ * (y0 + li0)
-    sigma = c_ * lr.to(dtype)
-    Dr, Di = sigma.square() - near * far, -4 * s_ * sigma
-    size = Dr.square() + Di.square()
-    return Dr / size, -Di / size, sigma, s_, c_
+    near = y0 - li0
+    near += (y - y0.double()).to(dtype) - (li - li0.double()).to(dtype)
+    near *= y0 + li0
+    re = torch.sub(lr.square().to(dtype), near, out=near).mul_((c * c).to(dtype))
+    im = (4 * s * c).to(dtype) * lr.to(dtype)  # minus the imaginary part
+    scale = (re * re).addcmul_(im, im).reciprocal_()
+    return re.mul_(scale), im.mul_(scale)
 
 
 def weights(lam: Tensor, v: Tensor) -> Tensor:
@@ -104,38 +108,41 @@ def combine(U: Tensor, W: Tensor, s: Tensor, c: Tensor) -> tuple[Tensor, ...]:
 
 def dplr_forward(lam: Tensor, w: Tensor, length: int) -> Tensor:
     """lam (D, M, 2) float64, w (D, M, 8): a of the four sums, then b, in the dtype to compute in -> K (D, length)."""
-    node, spectrum = nodes(length, lam.device), []
-    for part in node.split(max(1, PIECE // lam[..., 0].numel()), -1):
-        kr, ki, _, s, c = fractions(lam, part, w.dtype)
-        U, W = _sums(kr, ki, w)
-        s, c = s[:, 0], c[:, 0]
+    spectrum = []
+    for part in _parts(nodes(length, lam.device), lam):
+        U, W = _sums(*fractions(lam, part, w.dtype), w)
+        c, s = part[1:3].to(w.dtype)
         k, _, _ = combine(U, W, s, c)
         spectrum.append(torch.complex(c, s) * k)  # 1/√ω
     return torch.fft.irfft(torch.cat(spectrum, -1), length)
 
 
 def dplr_backward(dK: Tensor, lam: Tensor, w: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    node, gradient = nodes(length, lam.device), torch.fft.rfft(dK)
-    dlam, dw = torch.zeros_like(lam, dtype=w.dtype), torch.zeros_like(w)
-    li = lam[..., 1].to(w.dtype)
-    step = max(1, PIECE // lam[..., 0].numel())
-    for part, g in zip(node.split(step, -1), gradient.split(step, -1), strict=True):
-        kr, ki, sigma, s, c = fractions(lam, part, w.dtype)
+    parts, gradient, dw = _parts(nodes(length, lam.device), lam), torch.fft.rfft(dK), torch.zeros_like(w)
+    near, damp = (w.new_zeros(lam.shape[:2]) for _ in range(2))  # Σ c² Re ∂D, Σ s c Im ∂D
+    for part, g in zip(parts, gradient.split(parts[0].shape[1], -1), strict=True):
+        kr, ki = fractions(lam, part, w.dtype)
         U, W = _sums(kr, ki, w)
-        s1, c1 = s[:, 0], c[:, 0]
-        g = g * torch.complex(c1, -s1) * (part[3] / length).to(w.dtype)  # (D, F): of the bracket after 1/√ω
-        _, left, right = combine(U, W, s1, c1)
-        dq = torch.stack((g, -(c1 * right).conj() * g, -(c1 * left).conj() * g, (c1 * c1 * left * right).conj() * g))
-        dUW = torch.cat((-1j * s1 * dq, c1 * dq)).permute(1, 2, 0)  # (D, F, 8)
-        dr, di = dUW.real, dUW.imag
-        dw += (kr.mT @ dr) + (ki.mT @ di)
+        c, s, weight = part[1:].to(w.dtype)
+        g = g * torch.complex(c, -s) * (weight / length)  # (D, F): of the bracket after 1/√ω
+        _, left, right = combine(U, W, s, c)
+        dq = torch.stack((g, -(c * right).conj() * g, -(c * left).conj() * g, (c * c * left * right).conj() * g))
+        dUW = torch.cat((-1j * s * dq, c * dq)).permute(1, 2, 0)  # (D, F, 8)
+        dr, di = dUW.real.contiguous(), dUW.imag.contiguous()
+        dw += (kr.mT @ dr).baddbmm_(ki.mT, di)
         hr, hi = dr @ w.mT, di @ w.mT  # (D, F, M): ∂κ
         # κ = 1/D, ∂D = -conj(κ²) ∂κ
-        sr, si = kr.square() - ki.square(), -2 * kr * ki
-        Dr, Di = sr * hr - si * hi, sr * hi + si * hr
-        dlam[..., 0] -= (c * (2 * sigma * Dr - 4 * s * Di)).sum(-2)
-        dlam[..., 1] -= 2 * li * (c * c * Dr).sum(-2)
-    return dlam.to(lam.dtype), dw
+        sr, si = (kr * kr).addcmul_(ki, ki, value=-1), (kr * ki).mul_(-2)
+        near -= (c * c) @ (sr * hr).addcmul_(si, hi, value=-1)
+        damp -= (s * c) @ sr.mul_(hi).addcmul_(si, hr)
+    lr, li = lam.to(w.dtype).unbind(-1)
+    return torch.stack((2 * lr * near - 4 * damp, 2 * li * near), -1).to(lam.dtype), dw
+
+
+def _parts(node: Tensor, lam: Tensor) -> tuple[Tensor, ...]:
+    """Frequencies in pieces of a bounded number of (D, F, M) elements."""
+    elements = CPU_PIECE if lam.device.type == "cpu" else PIECE
+    return node.split(max(1, elements // max(1, lam[..., 0].numel())), -1)
 
 
 def _sums(kr: Tensor, ki: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,129 @@
+"""The long convolution on the GPU: Triton around cuFFT. Its circular convolutions are right-angled (README.md).
+
+Weighted by e^(iπt/2n), what wraps around at n comes back times i: for real inputs and taps it lies in the imaginary part,
+and the real part is the causal convolution. So transforms are complex and of length n >= L, where zero padding takes real
+ones of 2L: the same work and memory, but no half of zeros, no odd n/2 + 1, and no copy before a complex-to-real transform.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import triton
+from torch import Tensor
+
+from . import triton_kernels as tk
+from .torch_forms import fft_length
+
+WORKSPACE = 1 << 28  # bytes of one complex buffer at most, unless a single channel of the batch needs more
+BT, BD = 64, 32  # steps and channels of a tile
+BLOCK = 1024  # complex numbers of a program of the products
+
+
+def why_not(u: Tensor) -> str | None:
+    """Why inputs like these cannot go through the kernels; None if they can."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        if u.device.type != "cpu":
+            return "Triton's interpreter is on and u is not on the CPU"
+    elif u.device.type != "cuda":
+        return f"it needs a CUDA device, u is on {u.device.type}"
+    elif torch.version.cuda and torch.cuda.get_device_capability(u.device) < (8, 0):
+        return "it needs compute capability 8.0 or newer"
+    if u.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"it takes float32, bfloat16 and float16, not {u.dtype}"
+    return None
+
+
+def _parts(batch: int, width: int, n: int):
+    """Slices of channels whose buffers fit the workspace."""
+    step = max(1, min(width, WORKSPACE // (batch * n * 8)))
+    step = step // BD * BD or step
+    return [slice(d, min(width, d + step)) for d in range(0, width, step)]
+
+
+def _grid(batch: int, steps: int, width: int):
+    return batch * triton.cdiv(steps, BT), triton.cdiv(width, BD)
+
+
+def _pack(x: Tensor, n: int, p=None, gate=None, dgate=None, activation="none") -> Tensor:
+    """x (B, L, D) -> the spectrum (B, D, n) complex64 of its weighted rows."""
+    batch, length, width = x.shape
+    z = torch.empty(batch, width, n, 2, dtype=torch.float32, device=x.device)
+    like = x if p is None else p
+    tk.pack_kernel[_grid(batch, n, width)](
+        x, like, x if gate is None else gate, z, x if dgate is None else dgate, length, n, width, triton.cdiv(n, BT), *x.stride(), *like.stride(),
+        BT=BT, BD=BD, ACT=activation, GATED=gate is not None, num_warps=4,
+    )  # fmt: skip
+    return torch.fft.fft(torch.view_as_complex(z))
+
+
+def _inverse(z: Tensor) -> Tensor:
+    return torch.fft.ifft(z, norm="forward")  # unscaled: 1/n is in the product of the spectra
+
+
+def forward(u, kernel, D, gate, activation: str | None) -> tuple[Tensor, Tensor]:
+    """y (B, L, D), and p before the activation in u's dtype; (0,) where the backward needs none."""
+    batch, length, width = u.shape
+    n = fft_length(length)
+    gate = None if gate is None else gate.contiguous()
+    y = torch.empty(u.shape, dtype=u.dtype, device=u.device)
+    keep = activation is not None or gate is not None
+    p = torch.empty(u.shape if keep else 0, dtype=u.dtype, device=u.device)
+    for part in _parts(batch, width, n):
+        x, out = u[..., part], y[..., part]
+        kf, z = _pack(kernel[None, part].mT, n), _pack(x, n)
+        size = z[0].numel()
+        tk.multiply_kernel[(triton.cdiv(size, BLOCK),)](
+            torch.view_as_real(z), torch.view_as_real(kf), batch, size, 1 / n, BLOCK=BLOCK, num_warps=4
+        )
+        z = _inverse(z)
+        g, kept = (out if gate is None else gate[..., part]), (p[..., part] if keep else out)
+        tk.unpack_kernel[_grid(batch, length, x.shape[2])](
+            torch.view_as_real(z), x, x if D is None else D[part], g, out, kept, length, n, x.shape[2], triton.cdiv(length, BT), *x.stride(),
+            *g.stride(), *out.stride(), *kept.stride(), BT=BT, BD=BD, SKIP=D is not None, GATED=gate is not None,
+            ACT=activation or "none", KEEP=keep, num_warps=4,
+        )  # fmt: skip
+    return y, p
+
+
+def backward(dy, u, kernel, D, gate, p, activation: str | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """du, dkernel, dD, dgate; (0,) for what was not given. All spectra are made again."""
+    batch, length, width = u.shape
+    n, act = fft_length(length), activation or "none"
+    none = torch.empty(0, dtype=torch.float32, device=u.device)
+    du = torch.empty(u.shape, dtype=u.dtype, device=u.device)
+    dkernel = torch.empty_like(kernel, memory_format=torch.contiguous_format)
+    gate = None if gate is None else gate.contiguous()
+    dgate = none if gate is None else torch.empty_like(gate)
+    dD = none if D is None else torch.empty_like(D)
+    for part in _parts(batch, width, n):
+        x, g = u[..., part], dy[..., part]
+        # p, gate and dgate are contiguous all three, so they have one stride
+        own = None if p.numel() == 0 else p[..., part]
+        gates = (None, None) if gate is None else (gate[..., part], dgate[..., part])
+        kf, uf, gf = _pack(kernel[None, part].mT, n), _pack(x, n), _pack(g, n, own, *gates, act)
+        sums, size = torch.empty_like(kf), kf.numel()
+        tk.correlate_kernel[(triton.cdiv(size, BLOCK),)](
+            *(torch.view_as_real(t) for t in (gf, uf, kf, sums)), batch, size, 1 / n, BLOCK=BLOCK, num_warps=4
+        )
+        del uf, kf
+        gf = _inverse(gf)
+        grid = _grid(batch, length, x.shape[2])
+        like = g if own is None else own
+        partial = torch.empty(grid[0], x.shape[2], dtype=torch.float32, device=u.device)
+        tk.unpack_bwd_kernel[grid](
+            torch.view_as_real(gf), g, x, like, x if D is None else D[part], like if gate is None else gates[0], du[..., part],
+            partial, length, n, x.shape[2], triton.cdiv(length, BT), *g.stride(), *x.stride(), *du[..., part].stride(), *like.stride(),
+            BT=BT, BD=BD, SKIP=D is not None, GATED=gate is not None, ACT=act, num_warps=4,
+        )  # fmt: skip
+        del gf
+        if D is not None:
+            dD[part] = partial.sum(0)
+        taps = kernel.shape[1]
+        out = dkernel[None, part].mT  # (1, K, D)
+        tk.unpack_kernel[_grid(1, taps, x.shape[2])](
+            torch.view_as_real(_inverse(sums)), out, out, out, out, out, taps, n, x.shape[2], triton.cdiv(taps, BT),
+            *out.stride(), *out.stride(), *out.stride(), *out.stride(), BT=BT, BD=BD, SKIP=False, GATED=False, ACT="none", KEEP=False, num_warps=4,
+        )  # fmt: skip
+    return du, dkernel, dD, dgate
