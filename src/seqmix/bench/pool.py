@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from seqmix.bench import point as worker
 from seqmix.bench.grid import Point
 
-PRELOADED = ["seqmix.bench.point", "seqmix.mixers.base"]
+PRELOADED = ["seqmix.bench.point", "seqmix.bench.__main__"]
 
 
 def run(
