@@ -426,13 +426,13 @@ def test_a_state_of_a_model_is_reordered_by_its_tensors():
 def test_a_run_leaves_what_computed_attention_and_the_bytes_of_the_cache(tmp_path):
     runs.start(tmp_path / "run", "model=transformer", "task=selective_copy", *runs.SELECTIVE_COPY, "model.cache_page=16")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["kernels"]["attention"].startswith("flash (fa4: flash-attn-4 needs an NVIDIA GPU")
+    assert summary["kernels"]["attention"].startswith("flash (fa4: flash-attn-4 (the extra `gpu`")
     pages = -(-summary["data"]["seq_len"] // 16) if "seq_len" in summary["data"] else 1
     assert summary["memory/state_bytes"] == 2 * 16 * 16 * pages * 4 + 4
 
 
 def test_b04_a_run_that_cannot_have_its_kernel_is_refused_in_one_line(tmp_path):
-    with pytest.raises(ValueError, match=r"impl='fa4' cannot run here: flash-attn-4 needs an NVIDIA GPU, q is on the CPU"):
+    with pytest.raises(ValueError, match=r"impl='fa4' cannot run here: flash-attn-4 \(the extra `gpu`.* needs an NVIDIA GPU"):
         runs.start(tmp_path / "run", "model=transformer", "task=selective_copy", *runs.SELECTIVE_COPY, "model.attn_impl=fa4")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["status"] == "failed" and "flash-attn-4 needs an NVIDIA GPU" in summary["error"]
+    assert summary["status"] == "failed" and "needs an NVIDIA GPU, q is on the CPU" in summary["error"]

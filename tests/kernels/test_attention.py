@@ -149,7 +149,7 @@ def test_b03_a_row_that_sees_nothing_is_zero_and_so_are_its_gradients(impl):
 def test_b04_what_cannot_run_is_an_error_with_its_reason():
     args = qkv(dtype=torch.float32)
     for impl, words in (
-        ("fa4", "flash-attn-4 needs an NVIDIA GPU, q is on the CPU"),
+        ("fa4", r"flash-attn-4 \(the extra `gpu`: pip install -e '.\[gpu\]'\) needs an NVIDIA GPU, q is on the CPU"),
         ("fa2", "it needs an NVIDIA GPU, q is on the CPU"),
         ("cudnn", "it needs an NVIDIA GPU, q is on the CPU"),
         ("efficient", "it needs an NVIDIA GPU, q is on the CPU"),
@@ -172,15 +172,15 @@ def test_b04_what_cannot_run_is_an_error_with_its_reason():
         ((8, 0), {}, "fa4", "needs compute capability 9.0 for gradients, this card has 8.0"),
         ((7, 5), dict(train=False), "fa4", "needs compute capability 8.0, this card has 7.5"),
         ((7, 5), {}, "flash", "needs compute capability 8.0, this card has 7.5"),
-        ((9, 0), dict(head_dim=264), "fa4", "at most 256 wide on this card, these are 264"),
-        ((10, 0), dict(head_dim=136), "fa4", "at most 128 wide on this card, these are 136"),
+        ((9, 0), dict(head_dim=264), "fa4", "takes heads of 256 on this card, these are 264 wide"),
+        ((10, 0), dict(head_dim=136), "fa4", "takes heads of 128 on this card, these are 136 wide"),
         ((9, 0), dict(head_dim=136), "cudnn", "at most 128 wide, these are 136"),
         ((9, 0), dict(dropout=True), "fa4", "no dropout"),
         ((9, 0), dict(windowed=True), "cudnn", "takes no window"),
         ((9, 0), dict(packed=True), "cudnn", "takes no seq_idx"),
         ((9, 0), dict(square=False), "cudnn", "takes no keys before the queries"),
         ((9, 0), dict(cached=True), "flash", "takes no lengths"),
-        ((9, 0), {}, "fa4", r"cannot be imported .*pip install -e '.\[gpu\]' \(the extra `gpu`"),
+        ((9, 0), {}, "fa4", r"the extra `gpu`: pip install -e '.\[gpu\]'\) cannot be imported"),
         ((9, 0), {}, "fa2", "flash-attn package"),
     ],
 )
@@ -202,7 +202,7 @@ def test_auto_on_a_cpu_says_why_not_faster(caplog):
         case = case_of(*qkv(dtype=torch.float32))
         name, reason = which_impl(case)
         attention(*qkv(dtype=torch.float32))
-    assert name == "flash" and "fa4: flash-attn-4 needs an NVIDIA GPU" in reason
+    assert name == "flash" and "fa4: flash-attn-4 (the extra `gpu`" in reason
     assert [r.getMessage() for r in caplog.records] == [f"attention in float32 on cpu takes flash: {reason}"]  # once
     assert which_impl(case_of(*qkv()))[0] == "math"
     assert which_impl(case_of(*qkv(dtype=torch.float32), dropout=0.1))[0] == "math"
@@ -371,6 +371,24 @@ def test_one_graph_under_torch_compile(option, impl, fa4_stood_in):
     dy = normal(*args[0].shape, dtype=torch.float32, seed=9)
     for a, b in zip(gradients(args, run, dy), gradients(args, compiled, dy), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("keys", [{}, {"slopes": alibi_slopes(4)}], ids=["plain", "ALiBi"])
+def test_one_graph_for_many_lengths(keys):
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, examples):
+        graphs.append(graph)
+        return graph.forward
+
+    run = torch.compile(functools.partial(attention, **keys), backend=backend, fullgraph=True)
+    for L in (17, 40, 99):
+        args = qkv(L=L, dtype=torch.float32)
+        for t in args:
+            torch._dynamo.mark_dynamic(t, 1)
+        torch.testing.assert_close(run(*args), attention(*args, **keys))
+    assert len(graphs) == 1
 
 
 @pytest.mark.parametrize("seq_idx", [None, INDEX])

@@ -14,25 +14,25 @@ from torch import Tensor
 # Its backward (4.0.0b36, Hopper) lays dq out in widths of 16 and reads it back in widths of 32: for heads of 8, 48 or 72 dq is
 # wrong, while forward and the other gradients are right
 WIDTH = 32
-INSTALL = "pip install -e '.[gpu]' (the extra `gpu` of seqmix: flash-attn-4)"
+NAME = "flash-attn-4 (the extra `gpu`: pip install -e '.[gpu]')"
 
 
 def why_not(case) -> str | None:
     if case.device.type != "cuda":
-        return f"flash-attn-4 needs an NVIDIA GPU, q is on the {case.device.type.upper()}"
+        return f"{NAME} needs an NVIDIA GPU, q is on the {case.device.type.upper()}"
     if case.dtype not in (torch.bfloat16, torch.float16):
-        return f"flash-attn-4 computes in bfloat16 and float16, q is {str(case.dtype)[6:]}"
+        return f"{NAME} computes in bfloat16 and float16, q is {str(case.dtype)[6:]}"
     major, minor = torch.cuda.get_device_capability(case.device)
     if (major, minor) < ((9, 0) if case.train else (8, 0)):
         needs = "9.0 for gradients" if case.train else "8.0"
-        return f"flash-attn-4 needs compute capability {needs}, this card has {major}.{minor}"
+        return f"{NAME} needs compute capability {needs}, this card has {major}.{minor}"
     most = 256 if major == 9 else 128
     if case.head_dim > most:
-        return f"heads are at most {most} wide on this card, these are {case.head_dim} with padding and positions"
+        return f"{NAME} takes heads of {most} on this card, these are {case.head_dim} wide with padding and positions"
     if case.dropout:
-        return "flash-attn-4 has no dropout"
+        return f"{NAME} has no dropout"
     if case.cached and case.train:
-        return "its gradients do not reach through lengths here"
+        return f"{NAME} has no gradients through lengths here"
     return missing()
 
 
@@ -49,7 +49,7 @@ def _missing() -> str | None:
     try:
         _interface()
     except ImportError as error:
-        return f"flash-attn-4 cannot be imported ({error}); to install it: {INSTALL}"
+        return f"{NAME} cannot be imported ({error})"
     return None
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import fa2, fa4, probe, reference, sdpa
-from .reference import Windows, constant
+from .reference import Windows, constant, known
 
 log = logging.getLogger(__name__)
 
@@ -121,8 +121,8 @@ def case_of(q, k, v, windows=None, slopes=None, seq_idx=None, lengths=None, drop
     return Case(
         q.device, q.dtype, _round_up(q.shape[-1] + columns, 8), q.shape[2] // k.shape[2],
         train=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
-        large=q.shape[0] * q.shape[1] * q.shape[2] * k.shape[1] >= LARGE,
-        square=q.shape[1] == k.shape[1], windowed=windows is not None, packed=seq_idx is not None,
+        large=known(q.shape[0] * q.shape[1] * q.shape[2] * k.shape[1] >= LARGE),
+        square=known(q.shape[1] == k.shape[1]), windowed=windows is not None, packed=seq_idx is not None,
         cached=lengths is not None, dropout=dropout > 0,
     )  # fmt: skip
 
@@ -283,7 +283,7 @@ def _rounded(x: float, dtype: torch.dtype) -> float:
 
 
 def _digits(S: int) -> int:
-    return 1 + (S > 256) + (S > 256**2)
+    return 1 + known(S > 256) + known(S > 256**2)
 
 
 def _round_up(n: int, multiple: int) -> int:

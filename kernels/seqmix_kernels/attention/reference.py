@@ -74,3 +74,8 @@ def constant(values: tuple, dtype: torch.dtype, device: torch.device) -> Tensor:
 def _kept(values, dtype, device):
     with torch.inference_mode(False):
         return torch.tensor(values, dtype=dtype, device=device)
+
+
+def known(condition) -> bool:
+    """Under torch.compile with lengths that vary a comparison is a symbol: a branch makes it a guard."""
+    return True if condition else False

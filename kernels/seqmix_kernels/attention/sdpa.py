@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .reference import Windows, positions, visible
+from .reference import Windows, known, positions, visible
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -92,7 +92,7 @@ def masked(
         k, v = k.repeat_interleave(H // H_kv, dim=1), v.repeat_interleave(H // H_kv, dim=1)
     with sdpa_kernel(BACKENDS[impl]):
         y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=plain and L == S > 1, scale=scale,
+            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=known(plain and L == S > 1), scale=scale,
             enable_gqa=impl == "cudnn" and H > H_kv,
         )  # fmt: skip
     if folded:
