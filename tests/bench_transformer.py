@@ -89,7 +89,7 @@ def measure(name, make, args):
     for mixer in model.modules():
         if hasattr(mixer, "kernels_used"):
             with torch.autocast("cuda", torch.bfloat16):
-                print(mixer.kernels_used(args.length), flush=True)
+                print(mixer.kernels_used(args.batch, args.length), flush=True)
             break
 
 

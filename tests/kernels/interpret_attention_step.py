@@ -51,5 +51,17 @@ def run(dtype, H, H_kv, P, C, lengths, rotary, windows, slopes, splits):
     }
 
 
+def past_the_capacity():
+    """Nothing is written, there or anywhere, and the row's output is NaN; the other row is as it would be."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 2, 16)
+    caches = [torch.randn(2, 2, 70, 16) for _ in range(2)]
+    before = [t.clone() for t in caches]
+    y = fused_step.step(q, k, v, *caches, torch.tensor([70, 5], dtype=torch.int32), None, None, None, 1.0, n_splits=2)
+    same = all(torch.equal(a[0], b[0]) for a, b in zip(caches, before, strict=True))
+    return {"case": "past the capacity", "nan": y[0].isnan().all().item(), "same": same, "other": y[1].isfinite().all().item()}
+
+
 for case in CASES:
     print(json.dumps(run(*case)))
+print(json.dumps(past_the_capacity()))

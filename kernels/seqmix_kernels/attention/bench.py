@@ -1,11 +1,13 @@
 """Times attention on the GPU at hand, through the public operator and beside the backends called by themselves.
 
-    python -m seqmix_kernels.attention.bench [first] [check] [speed] [choice] [options]
+    python -m seqmix_kernels.attention.bench [first] [check] [speed] [choice] [options] [step]
 
 check    relative error of y, dq, dk, dv against the equation in float64, for every implementation and option that it has
 speed    the shapes of H200.md, forward and forward + backward: every backend called as its own documentation says, ours, and
          ours over the fastest of them
 choice   what "auto" takes in a dozen cases, and why
+step     one token of B rows against their caches, fused and in plain torch, with the share of the card's copy speed (4.27 TB/s)
+         at which the keys and values are read
 options  a window, documents, shared heads, ALiBi, hard-ALiBi, uneven heads: ours by each implementation that can
 first    seconds of the first call in this process, by part
 """
@@ -20,6 +22,7 @@ from triton.testing import do_bench
 
 from . import fa4, op
 from .op import alibi_slopes, attention
+from .step import attention_step
 
 # B, L, H, P
 SHAPES = ((8, 2048, 24, 64), (8, 4096, 16, 64), (1, 65536, 12, 64), (64, 4096, 1, 64), (8, 4096, 16, 128))
@@ -217,6 +220,28 @@ def options():
             print(f"| {title} | {impl} | {forward:.3f} | {both:.3f} |", flush=True)
 
 
+def step():
+    print("| B | cached | H / H_kv | hd | fused ms | GB/s | of copy | torch ms |", flush=True)
+    for B, n, H, H_kv, P in (
+        (1, 2048, 12, 12, 64), (1, 32768, 12, 12, 64), (64, 2048, 12, 12, 64), (1, 131072, 32, 8, 128), (16, 8192, 32, 8, 128),
+    ):  # fmt: skip
+        q, k, v = (torch.randn(B, h, P, device="cuda", dtype=bf16) for h in (H, H_kv, H_kv))
+        caches = [torch.randn(B, H_kv, n + 256, P, device="cuda", dtype=bf16) for _ in range(2)]
+        length = torch.full((B,), n, dtype=torch.int32, device="cuda")
+        times = []
+        for impl in ("fused", "torch"):
+            run = lambda: attention_step(q, k, v, *caches, length, P, impl=impl)  # noqa: B023, E731
+            run()
+            graph = torch.cuda.CUDAGraph()  # as decoding runs it; and the host would be slower
+            with torch.cuda.graph(graph):
+                for _ in range(20):
+                    run()
+            times.append(do_bench(graph.replay, warmup=25, rep=100, return_mode="median") / 20)
+        speed = 2 * B * H_kv * n * P * 2 / times[0] / 1e6
+        cells = f"| {B} | {n} | {H} / {H_kv} | {P} | {times[0]:.4f} | {speed:.0f} | {speed / 4270:.2f} | {times[1]:.4f} |"
+        print(cells, flush=True)
+
+
 def first():
     qkv, dy = inputs(8, 2048, 12, 64)
     torch.cuda.synchronize()
@@ -237,5 +262,5 @@ if __name__ == "__main__":
     card = torch.cuda.get_device_name()
     print(f"{card}, torch {torch.__version__}, triton {triton.__version__}, cuDNN {torch.backends.cudnn.version()}, {versions}")
     torch.manual_seed(0)
-    for part in sys.argv[1:] or ("first", "check", "speed", "choice", "options"):
-        {"first": first, "check": check, "speed": speed, "choice": choice, "options": options}[part]()
+    for part in sys.argv[1:] or ("first", "check", "speed", "choice", "options", "step"):
+        {"first": first, "check": check, "speed": speed, "choice": choice, "options": options, "step": step}[part]()

@@ -27,7 +27,7 @@ def _turn(x, half: tl.constexpr, base, frequency, position, p, mask):
 @triton.jit
 def attend(
     q, k, v, k_cache, v_cache, length, frequency, windows, slopes, parts, stats, y,
-    q_b, q_h, k_b, k_h, v_b, v_h, kc_b, kc_h, kc_s, vc_b, vc_h, vc_s, H_kv, scale, shrink,
+    q_b, q_h, k_b, k_h, v_b, v_h, kc_b, kc_h, kc_s, vc_b, vc_h, vc_s, H_kv, C, scale, shrink,
     G: tl.constexpr, P: tl.constexpr, HALF: tl.constexpr, WINDOWED: tl.constexpr, SLOPED: tl.constexpr,
     SPLITS: tl.constexpr, BG: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -64,15 +64,16 @@ def attend(
             key = _turn(key, HALF, k_at, frequency, position, p, p < P)
         key = key.to(k_cache.dtype.element_ty)
         value = tl.load(v + b * v_b + h * v_h + p, mask=p < P, other=0.0).to(v_cache.dtype.element_ty)
-        tl.store(k_cache + now.to(tl.int64) * kc_s + p, key, mask=p < P)
-        tl.store(v_cache + now.to(tl.int64) * vc_s + p, value, mask=p < P)
+        room = now < C  # past it nothing is written, and y is NaN
+        tl.store(k_cache + now.to(tl.int64) * kc_s + p, key, mask=(p < P) & room)
+        tl.store(v_cache + now.to(tl.int64) * vc_s + p, value, mask=(p < P) & room)
         most = tl.sum(low.to(tl.float32) * key.to(tl.float32)[None, :], 1) * (scale * LOG2E)
-        total += 1.0
+        total += tl.where(room, 1.0, float("nan"))
         sums += value.to(tl.float32)[None, :]
 
     share = tl.cdiv(tl.cdiv(now - start, SPLITS), BN) * BN
     first = start + split * share
-    end = tl.minimum(first + share, now)
+    end = tl.minimum(first + share, tl.minimum(now, C))
     for s0 in range(first, end, BN):
         s = s0 + tl.arange(0, BN)
         there = (s < end)[:, None] & (p < P)[None, :]
@@ -146,7 +147,7 @@ def step(q, k, v, k_cache, v_cache, length, frequency, windows, slopes, shrink, 
     attend[(B * H_kv, n)](
         q, k, v, k_cache, v_cache, length, frequency, windows, slopes, parts, stats, y,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
-        H_kv, P**-0.5, shrink, G=G, P=P, HALF=0 if frequency is None else len(frequency),
+        H_kv, C, P**-0.5, shrink, G=G, P=P, HALF=0 if frequency is None else len(frequency),
         WINDOWED=windows is not None, SLOPED=slopes is not None, SPLITS=n, BG=max(16, triton.next_power_of_2(G)),
         BP=wide, BN=BLOCK if wide <= 128 else BLOCK // 2, num_warps=4, num_stages=3,
     )  # fmt: skip

@@ -34,7 +34,8 @@ def attention_step(
     Args:
         q: (B, H, P); k, v: (B, H_kv, P), not yet rotated, of float32, bfloat16, float16 (float64 in "torch").
         k_cache, v_cache: (B, H_kv, C, P), written at slot `length`; P dense. In their dtype the keys are kept.
-        length: (B,) int32, on the device, each below C. Nothing is asked of it: a CUDA graph can hold this call.
+        length: (B,) int32, on the device, each below C. Nothing is asked of it: a CUDA graph can hold this call. Past C
+            nothing is written and "fused" gives NaN; "torch" stops with an error, on a GPU an assertion.
         rotary_dim, rope_base, rope_shrink: R turns the first rotary_dim numbers of a head, as `rotary_phases` has it.
         windows, slopes: one a head, as in `attention`.
         impl: "fused" is one Triton kernel that shares a row's keys among programs, and one that adds their parts up; it reads

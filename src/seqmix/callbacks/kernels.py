@@ -7,7 +7,7 @@ import torch
 
 
 class Kernels(L.Callback):
-    """Asks every part of the model that has `kernels_used(length)`: names of operators, and what computes them and why.
+    """Asks every part of the model that has `kernels_used(batch, length)`: names of operators, what computes them and why.
 
     At the start of training, under the precision and on the device of the run: where a choice is measured, this is when.
     """
@@ -20,7 +20,7 @@ class Kernels(L.Callback):
         with trainer.precision_plugin.forward_context(), torch.enable_grad():
             for part in pl_module.model.modules():
                 if hasattr(part, "kernels_used"):
-                    self._used |= part.kernels_used(trainer.datamodule.seq_len)
+                    self._used |= part.kernels_used(trainer.datamodule.batch_size, trainer.datamodule.seq_len)
         for logger in trainer.loggers:
             logger.log_hyperparams({"kernels": self._used})
 

@@ -204,14 +204,14 @@ class Attention(Mixer):
         )  # fmt: skip
         return self.out_proj(y.flatten(1)), _advanced(state.k, state.v, state.length, 1, span)
 
-    def kernels_used(self, length: int) -> dict[str, str]:
-        """What computes attention over `length` tokens under the autocast and gradient mode of the caller, and why."""
+    def kernels_used(self, batch: int, length: int) -> dict[str, str]:
+        """What computes attention over (batch, length) tokens under the autocast and gradient mode of the caller, and why."""
         weight = self.k_proj.weight
         kind = weight.device.type
         low = torch.is_autocast_enabled(kind) and weight.dtype != torch.float64
         dtype = torch.get_autocast_dtype(kind) if low else weight.dtype
-        q = torch.empty(0, length, self.n_heads, self.head_dim, dtype=dtype, device=weight.device)
-        q.requires_grad_(torch.is_grad_enabled())
+        q = torch.empty((), dtype=dtype, device=weight.device, requires_grad=torch.is_grad_enabled())
+        q = q.expand(batch, length, self.n_heads, self.head_dim)  # one number: shapes are all that is looked at
         k = q[:, :, : self.n_kv_heads]
         case = case_of(q, k, k, self.windows, self.slopes, dropout=self.attn_dropout if self.training else 0.0)
         name, reason = which_impl(case) if self.attn_impl == "auto" else (self.attn_impl, "asked for")
@@ -284,8 +284,8 @@ def _with_room(state: AttentionState, L: int, dtype: torch.dtype, page: int, kee
 def _write(state: AttentionState, k: Tensor, v: Tensor, span: tuple[int, int] | None) -> AttentionState:
     """The state after k and v (B, L, H_kv, P), which there is room for; span: what is known of its lengths, or None.
 
-    In place; differentiable where they are, since the buffers were then made for it. Past the capacity the device stops
-    with an assertion.
+    In place; differentiable where they are, since the buffers were then made for it. Past the capacity it is an error, on a
+    GPU an assertion there.
     """
     L = k.shape[1]
     for buffer, new in ((state.k, k), (state.v, v)):
