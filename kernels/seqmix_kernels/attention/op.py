@@ -79,9 +79,10 @@ def attention(
         ValueError: a shape, dtype, device or name that does not fit, or an implementation that cannot run here.
     """
     device = q.device.type
-    if q.dtype != torch.float64 and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    if torch.is_autocast_enabled(device):
+        dtype = q.dtype if q.dtype == torch.float64 else torch.get_autocast_dtype(device)
+        with torch.autocast(device, enabled=False):
+            return attention(q.to(dtype), k.to(dtype), v.to(dtype), window, slopes, seq_idx, lengths, dropout, impl)
     windows = _windows(window, q)
     slopes = None if slopes is None else tuple(float(m) for m in slopes)
     _check(q, k, v, windows, slopes, seq_idx, lengths, dropout)
@@ -91,18 +92,16 @@ def attention(
         return q.clone()
     if k.shape[1] == 1:  # y is v, which no kernel need be asked, and cuDNN refuses
         name = "math"
-    scale = q.shape[-1] ** -0.5
-    with torch.autocast(device, enabled=False):
-        if name == "math":
-            return reference.attention(q, k, v, scale, windows, slopes, seq_idx, lengths, dropout)
-        width = q.shape[-1]
-        if slopes is not None:
-            q, k = _with_alibi(q, k, slopes, scale)
-        q, k, v = (_pad(t, _round_up(case.head_dim, fa4.WIDTH if name == "fa4" else 8)) for t in (q, k, v))
-        if windows is None or name in MASKED or (name == "flash" and device == "cpu"):
-            y = _run(name, q, k, v, scale, windows, seq_idx, lengths, dropout)
-        else:
-            y = _by_window(name, q, k, v, scale, windows, seq_idx, lengths, dropout)
+    scale, width = q.shape[-1] ** -0.5, q.shape[-1]
+    if name == "math":
+        return reference.attention(q, k, v, scale, windows, slopes, seq_idx, lengths, dropout)
+    if slopes is not None:
+        q, k = _with_alibi(q, k, slopes, scale)
+    q, k, v = (_pad(t, _round_up(case.head_dim, fa4.WIDTH if name == "fa4" else 8)) for t in (q, k, v))
+    if windows is None or name in MASKED or (name == "flash" and device == "cpu"):
+        y = _run(name, q, k, v, scale, windows, seq_idx, lengths, dropout)
+    else:
+        y = _by_window(name, q, k, v, scale, windows, seq_idx, lengths, dropout)
     return y[..., :width] if y.shape[-1] > width else y
 
 
