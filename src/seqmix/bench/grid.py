@@ -51,7 +51,8 @@ def grid(cfg: DictConfig, conf: Path) -> list[Point]:
         if part == "kernels":
             from seqmix.bench.kernels import cases
 
-            points += [Point(part, *case[:2], *case[2:4], shared | {"case": list(case)}) for case in cases(cfg.device)]
+            of_ops = cases(cfg.device, cfg.kernels.ops)
+            points += [Point(part, *case[:4], shared | {"case": list(case)}) for case in of_ops]
             continue
         for (model, size), built in models.items():
             config = shared | {"model": built} | OmegaConf.to_container(cfg[part])

@@ -85,10 +85,16 @@ SHAPES = {  # length, batch, width, inner, dtype
 PEERS = {"selective_scan": "mamba_ssm", "causal_conv1d": "causal_conv1d"}  # by op: module of another's kernel
 
 
-def cases(device: str) -> list[Case]:
-    """Every op, implementation and shape; those that cannot run on the device say so when they are measured."""
+def cases(device: str, ops: list[str] | None = None) -> list[Case]:
+    """Every implementation and shape of `ops`, None: of all; what cannot run on the device says so when it is measured.
+    ValueError for an op that is none."""
+    for name in ops or ():
+        if name not in OPS:
+            raise ValueError(f"kernels.ops must be of {', '.join(OPS)}, got {name!r}")
     found = []
     for name, shapes in SHAPES[device].items():
+        if ops is not None and name not in ops:
+            continue
         impls = [*OPS[name].impls]
         if name in PEERS and importlib.util.find_spec(PEERS[name]):
             impls.append(PEERS[name])
