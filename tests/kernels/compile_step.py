@@ -19,6 +19,7 @@ CASES = [  # B, M, E, N, R, W, dtype, discretization
 
 
 def main(arch):
+    fused.programmatic = lambda device: arch >= 90  # the tensors are on the CPU
     for name, batch, d_model, width, n, rank, taps, dtype, discretization in CASES:
         zeros = lambda *shape, dtype=dtype: torch.zeros(shape, dtype=dtype)  # noqa: E731
         given = (

@@ -118,9 +118,12 @@ def backward(
     # x and z have one projection: its two halves by themselves, without a copy of ∂x and ∂z side by side
     halves = g.in_proj.to(g.u.dtype)
     du = torch.addmm(_rows(dx) @ halves[:width], _rows(dz), halves[width:]).view_as(g.u)
-    parts = [_weights(d, g.u, g.in_proj, g.in_bias) for d in (dx, dz)]
-    din_proj = torch.cat([weight for weight, _ in parts])
-    din_bias = None if g.in_bias is None else torch.cat([bias for _, bias in parts])
+    din_proj = torch.empty_like(g.in_proj, memory_format=torch.contiguous_format)
+    din_bias = None if g.in_bias is None else torch.empty_like(g.in_bias)
+    for half, d in ((slice(width), dx), (slice(width, None), dz)):
+        _product(_rows(d).t(), _rows(g.u), din_proj[half])
+        if din_bias is not None:
+            din_bias[half] = _sum(d, din_bias)
     return (
         du, din_proj, din_bias, dconv, None if g.conv_bias is None else dconv_bias, dx_proj, ddt_proj, ddt_bias, dA * A,
         dD, dout_proj, dout_bias, None if g.conv_state is None else dconv_state, None if g.ssm_state is None else dssm,
@@ -152,6 +155,20 @@ def _rows(t: Tensor) -> Tensor:
 
 def _weights(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """∂W and ∂b of y = x Wᵀ + b, in their dtypes."""
-    dy, x = _rows(dy), _rows(x)
-    dbias = None if bias is None else dy.sum(0, dtype=bias.dtype)
-    return (dy.t() @ x).to(weight.dtype), dbias
+    dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    _product(_rows(dy).t(), _rows(x), dweight)
+    return dweight, None if bias is None else _sum(dy, bias)
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """a b into `out`, whose dtype may be wider: the sums are in float32 as it is, and need not be rounded to 16 bits."""
+    if out.dtype == b.dtype:
+        torch.mm(a, b, out=out)
+    elif a.is_cuda and torch.version.cuda:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+    else:
+        out.copy_(a @ b)
+
+
+def _sum(dy: Tensor, bias: Tensor) -> Tensor:
+    return _rows(dy).sum(0, dtype=bias.dtype)

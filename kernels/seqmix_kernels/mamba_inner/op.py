@@ -1,5 +1,7 @@
 """The public operator: its contract, the choice of an implementation, the registered op."""
 
+import contextlib
+
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -128,11 +130,17 @@ torch.library.define(
 )
 
 
+def _as_given(device: str) -> contextlib.AbstractContextManager:
+    """Every tensor in the dtype it has: without autocast, entered only where it is on, for what entering costs."""
+    on = torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if on else contextlib.nullcontext()
+
+
 @torch.library.impl("seqmix::mamba_inner_fwd", "CompositeExplicitAutograd")
 def _forward(*args):
     *given, discretization, level, save, backend = args
     given = Given(*given)
-    with torch.autocast(given.u.device.type, enabled=False):
+    with _as_given(given.u.device.type):
         *results, saved = inner.forward(given, level, save, inner.operators(backend, discretization))
     return (*results, *saved)
 
@@ -141,7 +149,7 @@ def _forward(*args):
 def _backward_op(dout, dconv_final, dssm_final, *args):
     *tensors, discretization, level, backend = args
     given, saved = Given(*tensors[: len(Given._fields)]), Saved(*tensors[len(Given._fields) :])
-    with torch.autocast(dout.device.type, enabled=False):
+    with _as_given(dout.device.type):
         run = inner.operators(backend, discretization)
         grads = inner.backward(dout, dconv_final, dssm_final, given, saved, level, run)
     return tuple(dout.new_empty(0) if grad is None else grad for grad in grads)
@@ -172,31 +180,55 @@ def _fake_backward(dout, dconv_final, dssm_final, *args):
     return tuple(dout.new_empty(0) if t is None else t.new_empty(t.shape) for t in given[:-1])
 
 
-def _setup_context(ctx, inputs, output):
-    *given, ctx.discretization, ctx.level, _, ctx.backend = inputs
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[3:])
-    ctx.save_for_backward(*given, *output[3:])
+# Under the Autograd key by hand: torch.library.register_autograd does the same in 150 us more a call
+class _Inner(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):
+        with torch._C._AutoDispatchBelowAutograd():
+            output = torch.ops.seqmix.mamba_inner_fwd(*inputs)
+        *given, ctx.discretization, ctx.level, _, ctx.backend = inputs
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[3:])
+        ctx.save_for_backward(*given, *output[3:])
+        return output
+
+    @staticmethod
+    def backward(ctx, dout, dconv_final, dssm_final, *_):
+        saved = ctx.saved_tensors
+        given = saved[: len(Given._fields)]
+        if dout is None:
+            dout = given[0].new_zeros(1, 1, 1).expand(given[0].shape)
+        settings = (ctx.discretization, ctx.level, ctx.backend)
+        grads = torch.ops.seqmix.mamba_inner_bwd(dout, dconv_final, dssm_final, *saved, *settings)
+        grads = (None if t is None else grad for t, grad in zip(given[:-1], grads, strict=True))
+        return *grads, *(None,) * 5  # seq_idx and the four settings
 
 
-def _backward(ctx, dout, dconv_final, dssm_final, *_):
-    saved = ctx.saved_tensors
-    given = saved[: len(Given._fields)]
-    if dout is None:
-        dout = given[0].new_zeros(1, 1, 1).expand(given[0].shape)
-    grads = torch.ops.seqmix.mamba_inner_bwd(
-        dout, dconv_final, dssm_final, *saved, ctx.discretization, ctx.level, ctx.backend
-    )
-    grads = (None if t is None else grad for t, grad in zip(given[:-1], grads, strict=True))
-    return *grads, *(None,) * 5  # seq_idx and the four settings
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.seqmix.mamba_inner_bwd(*inputs)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise NotImplementedError('the Mamba node has no second derivative; scan="sequential" has one')
 
 
-def _no_second_derivative(ctx, *_):
-    raise NotImplementedError('the Mamba node has no second derivative; scan="sequential" has one')
+@torch.library.impl("seqmix::mamba_inner_fwd", "Autograd")
+def _with_gradient(*inputs):
+    if torch.is_grad_enabled() and inputs[-2]:  # save
+        return _Inner.apply(*inputs)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.seqmix.mamba_inner_fwd(*inputs)
 
 
-torch.library.register_autograd("seqmix::mamba_inner_fwd", _backward, setup_context=_setup_context)
-torch.library.register_autograd("seqmix::mamba_inner_bwd", _no_second_derivative)
+@torch.library.impl("seqmix::mamba_inner_bwd", "Autograd")
+def _backward_with_gradient(*inputs):
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
+        return _Once.apply(*inputs)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.seqmix.mamba_inner_bwd(*inputs)
 
 
 # ---- contract -------------------------------------------------------------------------------------------------------

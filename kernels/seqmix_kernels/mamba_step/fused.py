@@ -8,20 +8,25 @@ A program of the first two owns a block of channels of one row. README.md says w
 rows than FEW the outer products go to the library, whose kernels read a weight once for all rows. Weights are read in their
 own dtype and rounded to that of the step; sums are in float32, in a fixed order. Nothing is read back to the host and no
 workspace outlives a call: safe in a CUDA graph.
+
+PDL: from compute capability 9.0 a kernel starts while the one before it ends (programmatic dependent launch). Before
+gdc_wait it reads weights alone; everything else, and every store, comes after.
 """
 
+import functools
 import os
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..selective_scan.triton_kernels import LOG2E, sigmoid, softplus, zoh
 from .reference import linear
 
 MAX_TAPS = 8
-FEW = 4  # rows for which a program reads its part of W_in, or of W_out, for one row alone
+FEW = 2  # rows for which a program reads its part of W_in, or of W_out, for one row alone
 BLOCK, FEW_BLOCK, OUT_BLOCK = 64, 16, 8  # channels of a program; with W_in; outputs of a program with W_out
 WARPS, FEW_WARPS = 4, 8
 COLUMNS = 1024  # of W_in read at once; twice as many of W_out
@@ -29,9 +34,9 @@ COLUMNS = 1024  # of W_in read at once; twice as many of W_out
 
 @triton.jit(do_not_specialize=["batch"])
 def conv_kernel(
-    u_ptr, in_ptr, ib_ptr, x_ptr, z_ptr, state_ptr, w_ptr, b_ptr, proj_ptr, xc_ptr, new_ptr, part_ptr, batch, M, E, sub, sxb,
-    ssb, ssl, sse, swe, sww, W: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
-    FROM_U: tl.constexpr, HAS_IB: tl.constexpr, HAS_B: tl.constexpr,
+    u_ptr, in_ptr, ib_ptr, x_ptr, z_ptr, state_ptr, w_ptr, b_ptr, proj_ptr, xc_ptr, new_ptr, part_ptr, batch, E, sub, sxb,
+    ssb, ssl, sse, swe, sww, M: tl.constexpr, W: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, BD: tl.constexpr,
+    BM: tl.constexpr, FROM_U: tl.constexpr, HAS_IB: tl.constexpr, HAS_B: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """FROM_U: x and z are made from u, and z (B, E) is written; else x is read. xc (B, E): the convolution's output.
     part (blocks, B, P): the shares of W_x xc."""
@@ -41,45 +46,58 @@ def conv_kernel(
     dm = d < E
     low = xc_ptr.dtype.element_ty
     at = p.to(tl.int64)[:, None] * E + d[None, :]
-    # all that does not wait for u is asked for first
-    proj = tl.load(proj_ptr + at, mask=(p < P)[:, None] & dm[None, :], other=0.0).to(low).to(tl.float32)
+    proj = tl.load(proj_ptr + at, mask=(p < P)[:, None] & dm[None, :], other=0.0)
     acc = tl.zeros([BD], tl.float32)
     if HAS_B:
         acc = tl.load(b_ptr + d, mask=dm, other=0.0).to(tl.float32)
-    past = ()
-    for w in tl.static_range(W - 1):
-        v = tl.load(state_ptr + b * ssb + w * ssl + d * sse, mask=dm, other=0.0).to(low)
-        acc += v.to(tl.float32) * tl.load(w_ptr + d * swe + w * sww, mask=dm, other=0.0).to(tl.float32)
-        past = past + (v,)  # noqa: RUF005 (the front end knows no unpacking)
-    last = tl.load(w_ptr + d * swe + (W - 1) * sww, mask=dm, other=0.0).to(tl.float32)
+    taps = ()
+    for w in tl.static_range(W):
+        taps = taps + (tl.load(w_ptr + d * swe + w * sww, mask=dm, other=0.0).to(tl.float32),)  # noqa: RUF005
     if FROM_U:
+        c = tl.arange(0, BM)
+        cm = dm[:, None] & (c < M)[None, :]
+        rows = d.to(tl.int64)[:, None]
+        wx = tl.load(in_ptr + rows * M + c[None, :], mask=cm, other=0.0)
+        wz = tl.load(in_ptr + (rows + E) * M + c[None, :], mask=cm, other=0.0)
         x = tl.zeros([BD], tl.float32)
         z = tl.zeros([BD], tl.float32)
         if HAS_IB:
             x = tl.load(ib_ptr + d, mask=dm, other=0.0).to(low).to(tl.float32)
             z = tl.load(ib_ptr + E + d, mask=dm, other=0.0).to(low).to(tl.float32)
-        for c0 in range(0, M, BM):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    past = ()
+    for w in tl.static_range(W - 1):
+        v = tl.load(state_ptr + b * ssb + w * ssl + d * sse, mask=dm, other=0.0).to(low)
+        past = past + (v,)  # noqa: RUF005 (the front end knows no unpacking)
+    if FROM_U:
+        u = tl.load(u_ptr + b * sub + c, mask=c < M, other=0.0).to(low).to(tl.float32)[None, :]
+        x += tl.sum(wx.to(low).to(tl.float32) * u, axis=1)
+        z += tl.sum(wz.to(low).to(tl.float32) * u, axis=1)
+        for c0 in range(BM, M, BM):
             c = c0 + tl.arange(0, BM)
-            u = tl.load(u_ptr + b * sub + c, mask=c < M, other=0.0)
             cm = dm[:, None] & (c < M)[None, :]
-            wx = tl.load(in_ptr + d.to(tl.int64)[:, None] * M + c[None, :], mask=cm, other=0.0)
-            wz = tl.load(in_ptr + (d.to(tl.int64)[:, None] + E) * M + c[None, :], mask=cm, other=0.0)
-            u = u.to(low).to(tl.float32)[None, :]
+            wx = tl.load(in_ptr + rows * M + c[None, :], mask=cm, other=0.0)
+            wz = tl.load(in_ptr + (rows + E) * M + c[None, :], mask=cm, other=0.0)
+            u = tl.load(u_ptr + b * sub + c, mask=c < M, other=0.0).to(low).to(tl.float32)[None, :]
             x += tl.sum(wx.to(low).to(tl.float32) * u, axis=1)
             z += tl.sum(wz.to(low).to(tl.float32) * u, axis=1)
         x = x.to(low)
         tl.store(z_ptr + b * E + d, z.to(low), mask=dm)
     else:
         x = tl.load(x_ptr + b * sxb + d, mask=dm, other=0.0)
+    for w in tl.static_range(W - 1):
+        acc += past[w].to(tl.float32) * taps[w]
     new = new_ptr + b * (W - 1) * E + d
     for w in tl.static_range(1, W - 1):
         tl.store(new + (w - 1) * E, past[w].to(new_ptr.dtype.element_ty), mask=dm)
     if W > 1:
         tl.store(new + (W - 2) * E, x.to(new_ptr.dtype.element_ty), mask=dm)
-    acc += x.to(tl.float32) * last
+    acc += x.to(tl.float32) * taps[W - 1]
     xc = (acc * sigmoid(acc)).to(low)
     tl.store(xc_ptr + b * E + d, xc, mask=dm)
-    share = tl.sum(proj * xc.to(tl.float32)[None, :], axis=1)
+    share = tl.sum(proj.to(low).to(tl.float32) * xc.to(tl.float32)[None, :], axis=1)
     tl.store(part_ptr + (tl.program_id(0) * batch.to(tl.int64) + b) * P + p, share, mask=p < P)
 
 
@@ -87,7 +105,7 @@ def conv_kernel(
 def scan_kernel(
     xc_ptr, z_ptr, part_ptr, h_ptr, dt_ptr, bias_ptr, A_ptr, D_ptr, y_ptr, new_ptr, batch, E, szb, shb, shd, shn,
     N: tl.constexpr, NP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-    BD: tl.constexpr, ZOH: tl.constexpr,
+    BD: tl.constexpr, ZOH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """part (K, B, R + 2N): the shares of δ, B, C, added up by every program of a row."""
     b = tl.program_id(1).to(tl.int64)
@@ -100,21 +118,24 @@ def scan_kernel(
     m = dm[:, None] & nm[None, :]
     low = xc_ptr.dtype.element_ty
     dn = d.to(tl.int64)[:, None] * N + n[None, :]
-    h = tl.load(h_ptr + b * shb + d.to(tl.int64)[:, None] * shd + n[None, :] * shn, mask=m, other=0.0)
     A = -tl.exp2(tl.load(A_ptr + dn, mask=m, other=0.0) * LOG2E)
     at = d.to(tl.int64)[:, None] * R + r[None, :]
-    proj = tl.load(dt_ptr + at, mask=dm[:, None] & (r < R)[None, :], other=0.0).to(low).to(tl.float32)
+    proj = tl.load(dt_ptr + at, mask=dm[:, None] & (r < R)[None, :], other=0.0)
     dt = tl.load(bias_ptr + d, mask=dm, other=0.0)
+    skip = tl.load(D_ptr + d, mask=dm, other=0.0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    h = tl.load(h_ptr + b * shb + d.to(tl.int64)[:, None] * shd + n[None, :] * shn, mask=m, other=0.0)
     x = tl.load(xc_ptr + b * E + d, mask=dm, other=0.0).to(tl.float32)
     z = tl.load(z_ptr + b * szb + d, mask=dm, other=0.0).to(tl.float32)
-    skip = tl.load(D_ptr + d, mask=dm, other=0.0) * x
     P = R + 2 * N
     row = part_ptr + (k.to(tl.int64)[:, None] * batch + b) * P
     km = (k < K)[:, None]
     delta = tl.sum(tl.load(row + r[None, :], mask=km & (r < R)[None, :], other=0.0), axis=0)
     B = tl.sum(tl.load(row + R + n[None, :], mask=km & nm[None, :], other=0.0), axis=0)
     C = tl.sum(tl.load(row + R + N + n[None, :], mask=km & nm[None, :], other=0.0), axis=0)
-    dt = softplus(dt + tl.sum(proj * delta[None, :], axis=1))
+    dt = softplus(dt + tl.sum(proj.to(low).to(tl.float32) * delta[None, :], axis=1))
     q = dt[:, None] * A
     step = dt[:, None]
     if ZOH:
@@ -122,25 +143,33 @@ def scan_kernel(
         step = step * g
     h = tl.exp2(q * LOG2E) * h + step * B[None, :] * x[:, None]
     tl.store(new_ptr + b * E * N + dn, h, mask=m)
-    y = (tl.sum(h * C[None, :], axis=1) + skip) * (z * sigmoid(z))
+    y = (tl.sum(h * C[None, :], axis=1) + skip * x) * (z * sigmoid(z))
     tl.store(y_ptr + b * E + d, y.to(y_ptr.dtype.element_ty), mask=dm)
 
 
 @triton.jit
-def out_kernel(y_ptr, w_ptr, b_ptr, out_ptr, E, M, BO: tl.constexpr, BE: tl.constexpr, HAS_B: tl.constexpr):
+def out_kernel(
+    y_ptr, w_ptr, b_ptr, out_ptr, M, E: tl.constexpr, BO: tl.constexpr, BE: tl.constexpr, HAS_B: tl.constexpr, PDL: tl.constexpr
+):
     b = tl.program_id(1).to(tl.int64)
     o = tl.program_id(0) * BO + tl.arange(0, BO)
     om = o < M
     low = out_ptr.dtype.element_ty
+    rows = o.to(tl.int64)[:, None]
+    c = tl.arange(0, BE)
+    w = tl.load(w_ptr + rows * E + c[None, :], mask=om[:, None] & (c < E)[None, :], other=0.0)
     out = tl.zeros([BO], tl.float32)
     if HAS_B:
         out = tl.load(b_ptr + o, mask=om, other=0.0).to(low).to(tl.float32)
-    for c0 in range(0, E, BE):
+    if PDL:
+        gdc_wait()
+    y = tl.load(y_ptr + b * E + c, mask=c < E, other=0.0).to(tl.float32)
+    out += tl.sum(w.to(low).to(tl.float32) * y[None, :], axis=1)
+    for c0 in range(BE, E, BE):
         c = c0 + tl.arange(0, BE)
+        w = tl.load(w_ptr + rows * E + c[None, :], mask=om[:, None] & (c < E)[None, :], other=0.0)
         y = tl.load(y_ptr + b * E + c, mask=c < E, other=0.0).to(tl.float32)
-        at = w_ptr + o.to(tl.int64)[:, None] * E + c[None, :]
-        w = tl.load(at, mask=om[:, None] & (c < E)[None, :], other=0.0).to(low).to(tl.float32)
-        out += tl.sum(w * y[None, :], axis=1)
+        out += tl.sum(w.to(low).to(tl.float32) * y[None, :], axis=1)
     tl.store(out_ptr + b * M + o, out.to(low), mask=om)
 
 
@@ -177,29 +206,36 @@ def step(
         x = u  # not read
     else:
         x, z = linear(u.to(dtype), in_proj, in_bias).chunk(2, dim=1)
+    early = {"PDL": True, "launch_pdl": True} if programmatic(u.device) else {"PDL": False}
     blocks = triton.cdiv(width, block)
     shares = ssm_state.new_empty(blocks, batch, rank + 2 * n)
     conv_kernel[(blocks, batch)](
         u, in_proj, _or(in_bias, u), x, z, conv_state, conv, _or(conv_bias, u), x_proj.contiguous(), mixed, new_conv,
-        shares, batch, d_model, width, u.stride(0), x.stride(0), *conv_state.stride(), *conv.stride(), W=taps,
+        shares, batch, width, u.stride(0), x.stride(0), *conv_state.stride(), *conv.stride(), M=d_model, W=taps,
         P=rank + 2 * n, PP=triton.next_power_of_2(rank + 2 * n), BD=block,
         BM=min(COLUMNS, triton.next_power_of_2(d_model)), FROM_U=few, HAS_IB=in_bias is not None,
-        HAS_B=conv_bias is not None, num_warps=FEW_WARPS if few else WARPS,
+        HAS_B=conv_bias is not None, num_warps=FEW_WARPS if few else WARPS, **early,
     )  # fmt: skip
     scan_kernel[(triton.cdiv(width, BLOCK), batch)](
         mixed, z, shares, ssm_state, dt_proj.contiguous(), dt_bias, A_log.contiguous(), D, y, new_ssm,
         batch, width, z.stride(0), *ssm_state.stride(), N=n, NP=triton.next_power_of_2(n), R=rank,
         RP=triton.next_power_of_2(rank), K=blocks, KP=triton.next_power_of_2(blocks), BD=BLOCK,
-        ZOH=discretization == "zoh", num_warps=WARPS,
+        ZOH=discretization == "zoh", num_warps=FEW_WARPS if few else WARPS, **early,
     )  # fmt: skip
     if not few:
         return linear(y, out_proj, out_bias), new_conv, new_ssm
     out = u.new_empty(batch, d_model, dtype=dtype)
     out_kernel[(triton.cdiv(d_model, OUT_BLOCK), batch)](
-        y, out_proj.contiguous(), _or(out_bias, u), out, width, d_model, BO=OUT_BLOCK,
-        BE=min(2 * COLUMNS, triton.next_power_of_2(width)), HAS_B=out_bias is not None, num_warps=FEW_WARPS,
+        y, out_proj.contiguous(), _or(out_bias, u), out, d_model, E=width, BO=OUT_BLOCK,
+        BE=min(2 * COLUMNS, triton.next_power_of_2(width)), HAS_B=out_bias is not None, num_warps=FEW_WARPS, **early,
     )  # fmt: skip
     return out, new_conv, new_ssm
+
+
+@functools.cache
+def programmatic(device: torch.device) -> bool:
+    """Whether kernels on `device` can start before the ones they wait for have ended."""
+    return device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _rows(t: Tensor) -> Tensor:
