@@ -131,7 +131,7 @@ def to_wandb(rows: list[dict], out: Path, cfg: DictConfig, command: str) -> None
     except ImportError:
         print("wandb is not installed; wandb=disabled says that it need not be", file=sys.stderr)
         return
-    logger = WandbLogger(save_dir=Path("outputs"), project=cfg.project, group="bench", name=out.name, mode=cfg.wandb)
+    logger = WandbLogger(save_dir=Path("outputs").absolute(), project=cfg.project, group="bench", name=out.name, mode=cfg.wandb)
     with closing([logger]):
         logger.log_hyperparams(OmegaConf.to_container(cfg, resolve=True) | {"command": command})
         columns = sorted({key for row in rows for key, v in row.items() if not isinstance(v, dict)})
