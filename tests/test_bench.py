@@ -189,7 +189,7 @@ def test_a_small_grid_is_measured_drawn_and_drawn_again(tmp_path, capsys):
     assert states[8] == states[16] > 0
     before = (tmp_path / "report.md").read_text()
     (tmp_path / "report.md").unlink()
-    assert main([f"redraw={tmp_path}"]) == 0 and (tmp_path / "report.md").read_text() == before
+    assert main([f"redraw={tmp_path}", "wandb=disabled"]) == 0 and (tmp_path / "report.md").read_text() == before
     assert str(tmp_path) not in json.dumps([{k: v for k, v in row.items() if k != "command"} for row in rows])
 
 
