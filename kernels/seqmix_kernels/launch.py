@@ -20,10 +20,8 @@ def launch(kernel, grid: tuple[int, ...], args: tuple, constants: dict, options:
         with torch.cuda.device(index):
             return launch(kernel, grid, args, constants, options)
     # what Triton compiles for: dtypes, which pointers are multiples of 16, the integers (all of each: a little more often)
-    key = (
-        kernel, index, tuple((a.dtype, a.data_ptr() % 16) if isinstance(a, Tensor) else a for a in args),
-        tuple(constants.values()), tuple(options.values()),
-    )  # fmt: skip
+    shapes = tuple([(a.dtype, a.data_ptr() % 16) if isinstance(a, Tensor) else a for a in args])
+    key = (kernel, index, shapes, tuple(constants.values()), tuple(options.values()))
     found = _compiled.get(key)
     if found is not None:
         compiled, names = found

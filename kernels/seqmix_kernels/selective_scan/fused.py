@@ -432,8 +432,9 @@ def _some(part: slice, A: Tensor, B: Tensor, C: Tensor, *states: OPTIONAL) -> li
 
 def _gradients(dx, ddt, sums, dB, dC, D, dz, dt_bias, initial_state, adjoint):
     rows, n, width = sums.shape[0], sums.shape[1] - 2, sums.shape[2]
-    dA, dD, dbias = sums.new_zeros(width, n), sums.new_zeros(width), sums.new_zeros(width)
-    if rows and width and dx.numel():
+    made = sums.new_empty if dx.numel() else sums.new_zeros
+    dA, dD, dbias = made((width, n)), made((width,)), made((width,))
+    if dx.numel():
         launch(
             tk.finish_kernel, (cdiv(width, 128), n + 2),
             (sums, dA, dD, dbias, rows, width),

@@ -343,15 +343,17 @@ def reduce_bc_kernel(
     """dB, dC (rows, L, C, N, the last but one stride sn) at steps P0 to P0 + PL of each of the SEG segments of LS steps,
     from partials (rows, SEG, PL, C, NB, N) with strides spb, sps for the first two and sk for the last but one, always in
     the same order. R0: how many (row, segment, step, C) there are."""
-    r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    r = tl.program_id(0) * R + tl.arange(0, R)  # 32 bits: it is divided
     c = tl.arange(0, NP)
     k = tl.arange(0, KB)
     row = r // (PL * C)
     i = r - row * (PL * C)
-    seg = row % SEG
+    b = row // SEG
+    seg = row - b * SEG
     t = seg * LS + P0 + i // C
     m = ((r < R0) & (t < L) & (P0 + i // C < LS))[:, None] & (c < N)[None, :]
-    p = ((row // SEG) * spb + seg * sps)[:, None, None] + (i[:, None, None] * NB + k[None, :, None]) * sk + c[None, None, :]
+    p = (b.to(tl.int64) * spb + seg.to(tl.int64) * sps)[:, None, None] + (i.to(tl.int64) * NB * sk)[:, None, None]
+    p += k[None, :, None] * sk + c[None, None, :]
     dB = tl.zeros([R, NP], tl.float32)
     dC = tl.zeros([R, NP], tl.float32)
     for k0 in range(0, NB, U * KB):
@@ -365,7 +367,7 @@ def reduce_bc_kernel(
         for u in tl.static_range(U):
             dB += tl.sum(Bs[u], axis=1)
             dC += tl.sum(Cs[u], axis=1)
-    o = (((row // SEG) * L + t) * C + i % C)[:, None] * sn + c[None, :]
+    o = ((b.to(tl.int64) * L + t) * C + i % C)[:, None] * sn + c[None, :]
     tl.store(dB_ptr + o, dB.to(dB_ptr.dtype.element_ty), mask=m)
     tl.store(dC_ptr + o, dC.to(dC_ptr.dtype.element_ty), mask=m)
 
