@@ -72,7 +72,7 @@ def steps(mixer, x, state):
 def test_attention_is_its_equation():
     mixer, x = make(), normal(2, 13, D)
     B, L, H, P = 2, 13, 4, D // 4
-    q, k, v = (layer(x).view(B, L, H, P) for layer in (mixer.q_proj, mixer.k_proj, mixer.v_proj))
+    q, k, v = (part.view(B, L, H, P) for part in (x @ mixer.qkv_proj.weight.T).chunk(3, dim=-1))
     turn = torch.polar(  # pair (i, i + P/2) as one complex number, turned by t · 10000^(-2i/P)
         torch.ones(L, P // 2, dtype=torch.float64),
         torch.arange(L)[:, None] * 10_000.0 ** (-2 * torch.arange(P // 2, dtype=torch.float64) / P),
@@ -97,8 +97,8 @@ def test_biases_and_windows_by_their_matrices(option):
     if option == "window":
         bias[:, back > 4] = -math.inf
     bias[:, back < 0] = -math.inf
-    q = mixer.q_proj(x).view(2, L, H, P)
-    k, v = (layer(x).view(2, L, -1, P).repeat_interleave(H // mixer.n_kv_heads, 2) for layer in (mixer.k_proj, mixer.v_proj))
+    heads = (x @ mixer.qkv_proj.weight.T).view(2, L, -1, P)
+    q, (k, v) = heads[:, :, :H], (t.repeat_interleave(H // mixer.n_kv_heads, 2) for t in heads[:, :, H:].chunk(2, dim=2))
     if option == "window":
         phases = rotary_phases(torch.arange(L), P, 10_000.0, 1.0, torch.float64)
         q, k = rotate(q, *phases), rotate(k, *phases)

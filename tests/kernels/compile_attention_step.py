@@ -27,7 +27,7 @@ def compiled(P, G, splits, rotary, windowed, sloped):
         "BG": max(16, triton.next_power_of_2(G)), "BP": P, "BN": fused_step.BLOCK,
     }  # fmt: skip
     low, wide = dict.fromkeys(("q", "k", "v", "k_cache", "v_cache", "y"), "*bf16"), {"parts": "*fp32", "stats": "*fp32"}
-    pointers = low | wide | {"length": "*i32"}
+    pointers = low | wide | {"length": "*i32", "after": "*i32"}
     optional = {"frequency": ("*fp32", rotary), "windows": ("*i32", windowed), "slopes": ("*fp32", sloped)}
     signature, given, hints = {}, {}, {}
     for i, name in enumerate(fused_step.attend.arg_names):

@@ -36,14 +36,15 @@ def run(dtype, H, H_kv, P, C, lengths, rotary, windows, slopes, splits):
     for cache in caches:
         cache.masked_fill_((torch.arange(C) >= n[:, None])[:, None, :, None], float("nan"))
     told = (n, rotary, 10_000.0, 2.0, windows, slopes)
-    want = attention_step(q.double(), k.double(), v.double(), *exact, *told, impl="torch")
+    want, _ = attention_step(q.double(), k.double(), v.double(), *exact, *told, impl="torch")
     wide = None if windows is None else constant(tuple(FAR if w is None else w for w in windows), torch.int32, n.device)
     frequency = rotary_frequencies(rotary, 10_000.0, n.device, dtype) if rotary else None
     steep = None if slopes is None else torch.tensor(slopes)
-    y = fused_step.step(q, k, v, *caches, n, frequency, wide, steep, 2.0, n_splits=splits)
+    y, after = fused_step.step(q, k, v, *caches, n, frequency, wide, steep, 2.0, n_splits=splits)
     pairs = [(a[b, :, : m + 1], t[b, :, : m + 1]) for a, t in zip(caches, exact, strict=True) for b, m in enumerate(lengths)]
     return {
         "case": f"{str(dtype)[6:]} H{H}/{H_kv} P{P} {lengths} {windows} {slopes}",
+        "after": (after == n + 1).all().item(),
         "eps": torch.finfo(dtype).eps,
         "y": ((y.double() - want).norm() / want.norm()).item(),
         "written": max((a.double() - b).abs().max().item() for a, b in pairs),
@@ -57,7 +58,7 @@ def past_the_capacity():
     q, k, v = torch.randn(3, 2, 2, 16)
     caches = [torch.randn(2, 2, 70, 16) for _ in range(2)]
     before = [t.clone() for t in caches]
-    y = fused_step.step(q, k, v, *caches, torch.tensor([70, 5], dtype=torch.int32), None, None, None, 1.0, n_splits=2)
+    y, _ = fused_step.step(q, k, v, *caches, torch.tensor([70, 5], dtype=torch.int32), None, None, None, 1.0, n_splits=2)
     same = all(torch.equal(a[0], b[0]) for a, b in zip(caches, before, strict=True))
     return {"case": "past the capacity", "nan": y[0].isnan().all().item(), "same": same, "other": y[1].isfinite().all().item()}
 

@@ -434,8 +434,9 @@ def test_a_step_is_attention_over_what_is_cached(rotary, windows, slopes):
     caches = torch.zeros(2, 2, 10, 8).double(), torch.zeros(2, 2, 10, 8).double()
     for t in range(7):
         length = torch.full((2,), t, dtype=torch.int32)
-        y = attention_step(q[:, t], k[:, t], v[:, t], *caches, length, rotary, 100.0, 1.5, windows, slopes)
+        y, after = attention_step(q[:, t], k[:, t], v[:, t], *caches, length, rotary, 100.0, 1.5, windows, slopes)
         torch.testing.assert_close(y, want[:, t], **F64)
+        assert after.tolist() == [t + 1, t + 1] and length.tolist() == [t, t]
     torch.testing.assert_close(caches[0][:, :, :7].transpose(1, 2), turned[1], **F64)
     assert not caches[0][:, :, 7:].any()
     with pytest.raises(ValueError, match="impl='fused' cannot run here: it needs a GPU, q is on the CPU"):
@@ -457,7 +458,7 @@ def test_the_fused_step_under_the_interpreter():
     assert len(rows) == 7 and past["nan"] and past["same"] and past["other"]
     for row in rows:
         assert row["y"] < max(4 * row["eps"], 1e-6) and row["written"] < 4 * max(row["eps"], 1e-6), row
-        assert row["spare_untouched"], row
+        assert row["spare_untouched"] and row["after"], row
 
 
 def test_the_fused_step_compiles_for_hopper_without_spilling():

@@ -26,7 +26,7 @@ def _turn(x, half: tl.constexpr, base, frequency, position, p, mask):
 
 @triton.jit
 def attend(
-    q, k, v, k_cache, v_cache, length, frequency, windows, slopes, parts, stats, y,
+    q, k, v, k_cache, v_cache, length, frequency, windows, slopes, parts, stats, y, after,
     q_b, q_h, k_b, k_h, v_b, v_h, kc_b, kc_h, kc_s, vc_b, vc_h, vc_s, H_kv, C, scale, shrink,
     G: tl.constexpr, P: tl.constexpr, HALF: tl.constexpr, WINDOWED: tl.constexpr, SLOPED: tl.constexpr,
     SPLITS: tl.constexpr, BG: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr,
@@ -64,6 +64,8 @@ def attend(
             key = _turn(key, HALF, k_at, frequency, position, p, p < P)
         key = key.to(k_cache.dtype.element_ty)
         value = tl.load(v + b * v_b + h * v_h + p, mask=p < P, other=0.0).to(v_cache.dtype.element_ty)
+        if h == 0:
+            tl.store(after + b, now + 1)
         room = now < C  # past it nothing is written, and y is NaN
         tl.store(k_cache + now.to(tl.int64) * kc_s + p, key, mask=(p < P) & room)
         tl.store(v_cache + now.to(tl.int64) * vc_s + p, value, mask=(p < P) & room)
@@ -139,13 +141,14 @@ def step(q, k, v, k_cache, v_cache, length, frequency, windows, slopes, shrink, 
     assert k_cache.stride(-1) == v_cache.stride(-1) == 1 and length.dtype == torch.int32 and length.is_contiguous()
     n = splits(B * H_kv, C, q.device) if n_splits is None else n_splits
     y = torch.empty(B, H, P, dtype=q.dtype, device=q.device)
+    after = torch.empty_like(length)
     if B == 0:
-        return y
+        return y, after
     parts = torch.empty((B * H, n, P) if n > 1 else (1,), dtype=torch.float32, device=q.device)
     stats = torch.empty((B * H, n, 2) if n > 1 else (1,), dtype=torch.float32, device=q.device)
     wide = max(16, triton.next_power_of_2(P))
     attend[(B * H_kv, n)](
-        q, k, v, k_cache, v_cache, length, frequency, windows, slopes, parts, stats, y,
+        q, k, v, k_cache, v_cache, length, frequency, windows, slopes, parts, stats, y, after,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
         H_kv, C, P**-0.5, shrink, G=G, P=P, HALF=0 if frequency is None else len(frequency),
         WINDOWED=windows is not None, SLOPED=slopes is not None, SPLITS=n, BG=max(16, triton.next_power_of_2(G)),
@@ -153,4 +156,4 @@ def step(q, k, v, k_cache, v_cache, length, frequency, windows, slopes, shrink, 
     )  # fmt: skip
     if n > 1:
         add_up[(B * H,)](parts, stats, y, P=P, SPLITS=n, BS=triton.next_power_of_2(n), BP=wide, num_warps=2)
-    return y
+    return y, after

@@ -25,7 +25,7 @@ def attention_step(
     windows: Windows | None = None,
     slopes: tuple[float, ...] | None = None,
     impl: str = "auto",
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """The token at position `length` of every row: what `attention` with lengths + 1 gives, in one or two launches.
 
         k_cache[:, :, length] = R(length) k        v_cache[:, :, length] = v
@@ -42,7 +42,7 @@ def attention_step(
             the slots that are filled and no other. "torch" is the same in plain torch, for any device.
 
     Returns:
-        y (B, H, P) in q's dtype. No gradients: training takes `attention`.
+        y (B, H, P) in q's dtype, and length + 1. No gradients: training takes `attention`.
 
     Raises:
         ValueError: an implementation that cannot run here.
@@ -104,13 +104,13 @@ def _plain(q, k, v, k_cache, v_cache, length, rotary_dim, rope_base, rope_shrink
     k_cache.transpose(1, 2).index_put_((rows, length), k.to(k_cache.dtype))  # past C it is an error, on the device too
     v_cache.transpose(1, 2).index_put_((rows, length), v.to(v_cache.dtype))
     keys, values = (t.transpose(1, 2).to(q.dtype) for t in (k_cache, v_cache))  # (B, C, H_kv, P)
-    return attention(q[:, None], keys, values, windows, slopes, lengths=length + 1)[:, 0]
+    return attention(q[:, None], keys, values, windows, slopes, lengths=length + 1)[:, 0], length + 1
 
 
 torch.library.define(
     "seqmix::attention_step",
     "(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor length, Tensor? frequency, "
-    "Tensor? windows, Tensor? slopes, float shrink) -> Tensor",
+    "Tensor? windows, Tensor? slopes, float shrink) -> (Tensor y, Tensor after)",
 )
 
 
@@ -123,4 +123,4 @@ torch.library.impl("seqmix::attention_step", "CompositeExplicitAutograd", _run)
 
 @torch.library.register_fake("seqmix::attention_step")
 def _fake(q, k, v, k_cache, v_cache, length, frequency, windows, slopes, shrink):
-    return q.new_empty(q.shape)
+    return q.new_empty(q.shape), torch.empty_like(length)

@@ -142,11 +142,9 @@ class Attention(Mixer):
             m = n_heads // 2 if hard_alibi_heads is None else hard_alibi_heads
             self.windows = (*range(1, m + 1), *(window,) * (n_heads - m))
         self.attn_dropout, self.attn_impl, self.cache_page = attn_dropout, attn_impl, cache_page
-        self.q_proj = nn.Linear(d_model, n_heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(d_model, n_kv_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(d_model, n_kv_heads * self.head_dim, bias=bias)
+        self.qkv_proj = nn.Linear(d_model, (n_heads + 2 * n_kv_heads) * self.head_dim, bias=bias)  # W_q, W_k, W_v
         self.out_proj = nn.Linear(n_heads * self.head_dim, d_model, bias=bias)
-        for layer in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
+        for layer in (self.qkv_proj, self.out_proj):
             nn.init.normal_(layer.weight, std=d_model**-0.5)
             if bias:
                 nn.init.zeros_(layer.bias)
@@ -159,7 +157,7 @@ class Attention(Mixer):
         return self._out(self._attend(q, k, v, seq_idx=seq_idx))
 
     def init_state(self, batch: int) -> AttentionState:
-        empty = self.k_proj.weight.new_zeros(batch, self.n_kv_heads, 0, self.head_dim)
+        empty = self.qkv_proj.weight.new_zeros(batch, self.n_kv_heads, 0, self.head_dim)
         length = torch.zeros(batch, dtype=torch.int32, device=empty.device)
         return _marked(empty, empty.clone(), length, (0, 0))
 
@@ -189,24 +187,22 @@ class Attention(Mixer):
         """One token: the same mathematics by the operator for it, which has no gradients."""
         if torch.is_grad_enabled() or (self.training and self.attn_dropout) or self.attn_impl == "math":
             return super().step(x_t, state)
-        q = _normed(self.q_norm, self.q_proj(x_t).unflatten(-1, (self.n_heads, -1)))  # (B, H, P)
-        k = _normed(self.k_norm, self.k_proj(x_t).unflatten(-1, (self.n_kv_heads, -1)))  # (B, H_kv, P)
-        v = self.v_proj(x_t).unflatten(-1, (self.n_kv_heads, -1))
+        q, k, v = self._split(x_t)  # (B, H, P), (B, H_kv, P) twice
         keys, values, span = state.k, state.v, None
         if not _blind(x_t):
             span = _span(state.length)
             state = _with_room(state, 1, v.dtype, self.cache_page, keep_graph=False)
             seen = _rounded_up(span[1] + 1, 64, state.k.shape[2])
             keys, values = state.k[:, :, :seen], state.v[:, :, :seen]
-        y = attention_step(
+        y, length = attention_step(
             q.to(v.dtype), k.to(v.dtype), v, keys, values, state.length, self.rotary_dim, self.rope_base, self.rope_shrink,
             self.windows, self.slopes,
         )  # fmt: skip
-        return self.out_proj(y.flatten(1)), _advanced(state.k, state.v, state.length, 1, span)
+        return self.out_proj(y.flatten(1)), _advanced(state, length, 1, span)
 
     def kernels_used(self, batch: int, length: int) -> dict[str, str]:
         """What computes attention over (batch, length) tokens under the autocast and gradient mode of the caller, and why."""
-        weight = self.k_proj.weight
+        weight = self.qkv_proj.weight
         kind = weight.device.type
         low = torch.is_autocast_enabled(kind) and weight.dtype != torch.float64
         dtype = torch.get_autocast_dtype(kind) if low else weight.dtype
@@ -219,14 +215,17 @@ class Attention(Mixer):
 
     def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x (B, L, D) at positions (L,) or (B, L) -> q (B, L, H, P), k and v (B, L, H_kv, P)."""
-        B, L, _ = x.shape
-        q = _normed(self.q_norm, self.q_proj(x).view(B, L, self.n_heads, self.head_dim))
-        k = _normed(self.k_norm, self.k_proj(x).view(B, L, self.n_kv_heads, self.head_dim))
-        v = self.v_proj(x).view(B, L, self.n_kv_heads, self.head_dim)
+        q, k, v = self._split(x)
         if self.rotary_dim:
             cos, sin = rotary_phases(positions, self.rotary_dim, self.rope_base, self.rope_shrink, x.dtype)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         return q.to(v.dtype), k.to(v.dtype), v
+
+    def _split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x (..., D) -> q (..., H, P), k and v (..., H_kv, P), not yet rotated: views of one product."""
+        heads = (self.n_heads, self.n_kv_heads, self.n_kv_heads)
+        q, k, v = self.qkv_proj(x).unflatten(-1, (sum(heads), self.head_dim)).split(heads, dim=-2)
+        return _normed(self.q_norm, q), _normed(self.k_norm, k), v
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, seq_idx: Tensor | None = None, lengths: Tensor | None = None) -> Tensor:
         dropout = self.attn_dropout if self.training else 0.0
@@ -295,15 +294,15 @@ def _write(state: AttentionState, k: Tensor, v: Tensor, span: tuple[int, int] | 
             rows = torch.arange(len(new), device=new.device)[:, None]
             slots = state.length[:, None] + torch.arange(L, device=new.device, dtype=torch.int32)
             buffer.transpose(1, 2).index_put_((rows, slots), new.to(buffer.dtype))
-    return _advanced(state.k, state.v, state.length, L, span)
+    return _advanced(state, state.length + L, L, span)
 
 
-def _advanced(k: Tensor, v: Tensor, length: Tensor, L: int, span: tuple[int, int] | None) -> AttentionState:
+def _advanced(state: AttentionState, length: Tensor, L: int, span: tuple[int, int] | None) -> AttentionState:
     if span is not None:
-        return _marked(k, v, length + L, (span[0] + L, span[1] + L))
-    if not torch.compiler.is_compiling() and hasattr(length, "span"):
-        del length.span  # replays of the graph move it on unseen
-    return AttentionState(k, v, length + L)
+        return _marked(state.k, state.v, length, (span[0] + L, span[1] + L))
+    if not torch.compiler.is_compiling() and hasattr(state.length, "span"):
+        del state.length.span  # replays of the graph move it on unseen
+    return AttentionState(state.k, state.v, length)
 
 
 def _rounded_up(n: int, multiple: int, most: int) -> int:
