@@ -1,9 +1,9 @@
 """Measures Mamba at the 130M size (24 layers of 768, 50277 tokens) on a GPU: a training step, or decoding.
 
-    python tests/measure_mamba_130m.py train  [--batch 8] [--length 2048] [--levels 0,1,2] [--compile]
+    python tests/measure_mamba_130m.py train  [--batch 8] [--length 2048] [--levels 0,1,2] [--ways eager,graph]
     python tests/measure_mamba_130m.py decode [--batches 1,64] [--prompt 2048] [--tokens 128]
 
-Training: float32 parameters, bfloat16 autocast, fused AdamW, cross-entropy over all positions; peak is what torch's
+Training: float32 parameters, bfloat16 autocast, fused AdamW, the repository's loss over all positions; peak is what torch's
 allocator held at most in a step after the first. Decoding: bfloat16 weights, float32 states, the whole model and the choice
 of the next token in one CUDA graph, one replay a token. Times are medians of CUDA-event timings. One JSON line a point.
 """
@@ -12,12 +12,13 @@ import argparse
 import itertools
 import json
 import statistics
+import time
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 
 from seqmix.measure import environment, state_bytes, tensors
+from seqmix.metrics import scored_cross_entropy
 from seqmix.mixers.mamba import Mamba
 from seqmix.model import SequenceModel
 
@@ -40,35 +41,66 @@ def median_ms(call, count):
 
 
 def train(args):
-    for level in map(int, args.levels.split(",")):
+    for level, way in itertools.product(map(int, args.levels.split(",")), args.ways.split(",")):
         torch.manual_seed(0)
         with torch.device("cuda"):
-            model = SequenceModel(**SIZES, mixer=partial(Mamba, checkpoint_level=level))
-        run = torch.compile(model) if args.compile else model
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        tokens = torch.randint(SIZES["vocab_size"], (args.batch, args.length + 1), device="cuda")
+            model = SequenceModel(**SIZES | {"vocab_size": args.vocab}, mixer=partial(Mamba, checkpoint_level=level))
+        run = torch.compile(model) if way == "compiled" else model
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=way == "graph")
+        tokens = torch.randint(args.vocab, (args.batch, args.length + 1), device="cuda")
 
         def step(run=run, optimizer=optimizer, tokens=tokens):
-            with torch.autocast("cuda", torch.bfloat16):
+            with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
                 logits = run(tokens[:, :-1])
-            loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+            loss_sum, count = scored_cross_entropy(logits, tokens[:, 1:])
             del logits
-            loss.backward()
+            (loss_sum / count).float().backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            return loss
+            return loss_sum / count
 
+        begin = time.perf_counter()
         first = step().item()
+        first_s = time.perf_counter() - begin
         step()
-        torch.cuda.reset_peak_memory_stats()
-        ms, iqr = median_ms(step, args.count)
-        row = {"level": level, "compiled": args.compile, "batch": args.batch, "length": args.length, "ms": round(ms, 2),
-               "iqr_ms": round(iqr, 2), "tokens_per_second": round(args.batch * args.length / ms * 1e3),
-               "peak_mib": round(torch.cuda.max_memory_allocated() / 2**20), "first_loss": first}  # fmt: skip
+        torch.cuda.synchronize()
+        call = step
+        if way == "graph":
+            with torch.cuda.stream(torch.cuda.Stream()):
+                step()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            torch.cuda.reset_peak_memory_stats()
+            with torch.cuda.graph(graph):
+                step()
+            call = graph.replay
+        else:
+            torch.cuda.reset_peak_memory_stats()
+        ms, iqr = median_ms(call, args.count)
+        if args.profile and way == "eager":
+            profile(call, args.profile)
+        row = {"level": level, "way": way, "batch": args.batch, "length": args.length, "vocab": args.vocab,
+               "ms": round(ms, 2), "iqr_ms": round(iqr, 2), "tokens_per_second": round(args.batch * args.length / ms * 1e3),
+               "peak_mib": round(torch.cuda.max_memory_allocated() / 2**20), "first_loss": first,
+               "first_step_s": round(first_s, 1)}  # fmt: skip
         print(json.dumps(row), flush=True)
-        del model, run, optimizer, step
+        graph = None
+        del model, run, optimizer, step, call
         torch.compiler.reset()
         torch.cuda.empty_cache()
+
+
+def profile(call, rows):
+    """Time on the GPU by kernel, and its sum."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
+        call()
+        torch.cuda.synchronize()
+    found = [e for e in prof.key_averages() if e.self_device_time_total > 0]
+    found.sort(key=lambda e: -e.self_device_time_total)
+    print(f"on the GPU {sum(e.self_device_time_total for e in found):.0f} us, {sum(e.count for e in found)} kernels")
+    for e in found[:rows]:
+        us = e.self_device_time_total
+        print(f"{us:10.0f} us {e.count:5} x {us / e.count:8.1f}  {e.key[:110]}", flush=True)
 
 
 @torch.no_grad()
@@ -103,12 +135,7 @@ def decode(args):
             one()
         torch.cuda.synchronize()
         if args.profile:
-            with torch.profiler.profile() as prof:
-                one()
-                torch.cuda.synchronize()
-            table = prof.key_averages().table(sort_by="device_time_total", row_limit=args.profile, max_name_column_width=60)
-            wanted = ("Self CUDA", "void", "kernel")
-            print("\n".join(line for line in table.splitlines() if any(w in line for w in wanted)), flush=True)
+            profile(one, args.profile)
         eager, _ = median_ms(one, 5)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -128,12 +155,13 @@ if __name__ == "__main__":
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--levels", default="0,1,2")
     parser.add_argument("--count", type=int, default=10, help="steps timed")
-    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--ways", default="eager,graph", help="eager, compiled, graph: the whole step as one CUDA graph")
+    parser.add_argument("--vocab", type=int, default=SIZES["vocab_size"])
     parser.add_argument("--batches", default="1,64")
     parser.add_argument("--prompt", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--decode", default="fused", help="implementations of the step, separated by commas")
-    parser.add_argument("--profile", type=int, default=0, help="print so many rows of a profile of one eager step")
+    parser.add_argument("--profile", type=int, default=0, help="print so many rows of a profile of an eager step")
     args = parser.parse_args()
     print(json.dumps(environment(torch.device("cuda"))), flush=True)
     {"train": train, "decode": decode}[args.what](args)

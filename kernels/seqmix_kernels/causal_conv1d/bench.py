@@ -1,19 +1,20 @@
 """Times the convolution with SiLU through its public operator, forward and forward + backward, beside torch's own.
 
-    python -m seqmix_kernels.causal_conv1d.bench [--shapes 8x2048x3072,...] [--dtype bfloat16] [--taps 4] [--count 50]
+    python -m seqmix_kernels.causal_conv1d.bench [--shapes 8x2048x3072,...] [--dtype bfloat16] [--taps 4] [--count 20]
 
 torch: F.conv1d over D groups, cut to L steps, and F.silu, on x transposed (the layout that the projections around it leave)
-and on x stored as torch wants it, (B, D, L). Medians of CUDA-event timings with the L2 cache flushed between calls; peak MiB
-of one forward + backward above its inputs; the least that memory allows is 2 tensors forward and 5 for both.
+and on x stored as torch wants it, (B, D, L). Times of the GPU alone, by CUDA graphs (../graph_timing.py), and eager_ms of a
+forward + backward from the host; peak MiB of one forward + backward above its inputs. floor: 2 tensors forward and 5 for both
+at the card's copy bandwidth, measured.
 """
 
 import argparse
 import json
-import statistics
 
 import torch
 import torch.nn.functional as F
 
+from ..graph_timing import eager_milliseconds, graph_milliseconds
 from .op import IMPLS, causal_conv1d, why_not
 
 
@@ -27,21 +28,6 @@ VARIANTS = {
     "torch, (B, D, L)": torchs,
     **{impl: lambda x, w, b, impl=impl: causal_conv1d(x, w, b, "silu", impl=impl)[0] for impl in IMPLS[1:]},
 }
-
-
-def milliseconds(call, count: int) -> float:
-    flush = torch.empty(1 << 28, dtype=torch.int8, device="cuda")
-    times = []
-    for i in range(count + 3):
-        flush.zero_()
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        stop.record()
-        torch.cuda.synchronize()
-        if i >= 3:
-            times.append(start.elapsed_time(stop))
-    return statistics.median(times)
 
 
 def measure(variant: str, batch: int, length: int, width: int, taps: int, dtype: torch.dtype, count: int) -> dict:
@@ -63,8 +49,17 @@ def measure(variant: str, batch: int, length: int, width: int, taps: int, dtype:
     both()
     peak = (torch.cuda.max_memory_allocated() - before) / 2**20
     with torch.no_grad():
-        forward = milliseconds(lambda: run(*leaves), count)
-    return {"variant": variant, "fwd_ms": forward, "fwd_bwd_ms": milliseconds(both, count), "peak_mib": peak}
+        forward = graph_milliseconds(lambda: run(*leaves), count)
+    return {"variant": variant, "fwd_ms": forward, "fwd_bwd_ms": graph_milliseconds(both, count),
+            "eager_ms": eager_milliseconds(both, count), "peak_mib": peak}  # fmt: skip
+
+
+def floor(batch: int, length: int, width: int, dtype: torch.dtype) -> dict:
+    a = torch.empty(1 << 30, dtype=torch.int8, device="cuda")
+    b = torch.empty_like(a)
+    copy = graph_milliseconds(lambda: b.copy_(a), 5, 2) / (2 * a.numel())  # a byte
+    tensor = batch * length * width * dtype.itemsize
+    return {"variant": "floor", "fwd_ms": 2 * tensor * copy, "fwd_bwd_ms": 5 * tensor * copy}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -72,18 +67,20 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--shapes", default="8x2048x3072,8x2048x1536,64x4096x128,1x65536x1536")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--taps", type=int, default=4)
-    parser.add_argument("--count", type=int, default=50)
+    parser.add_argument("--count", type=int, default=20)
     args = parser.parse_args(argv)
     dtype = getattr(torch, args.dtype)
     about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "dtype": args.dtype, "taps": args.taps}
     for shape in args.shapes.split(","):
         batch, length, width = map(int, shape.split("x"))
         probe = torch.empty(1, 1, width, dtype=dtype, device="cuda"), torch.empty(width, args.taps, device="cuda")
+        where = about | {"B": batch, "L": length, "D": width}
+        print(json.dumps(where | floor(batch, length, width, dtype)), flush=True)
         for variant in VARIANTS:
             if variant in IMPLS and why_not(variant, *probe):
                 continue
             row = measure(variant, batch, length, width, args.taps, dtype, args.count)
-            print(json.dumps(about | {"B": batch, "L": length, "D": width} | row), flush=True)
+            print(json.dumps(where | row), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,18 @@
 """Times the Mamba node at each level beside the composition of the same kernels, and what each keeps and peaks at.
 
-    python -m seqmix_kernels.mamba_inner.bench [--shapes 8x2048x768,...] [--dtype bfloat16] [--count 30]
+    python -m seqmix_kernels.mamba_inner.bench [--shapes 8x2048x768,...] [--dtype bfloat16] [--count 15]
 
-A shape is B x L x M; E = 2M, N = 16, R = M/16, four taps. Medians of CUDA-event timings. kept: bytes a token that
+A shape is B x L x M; E = 2M, N = 16, R = M/16, four taps. Times of the GPU alone, by CUDA graphs (../graph_timing.py), and
+eager_ms of a forward + backward from the host. kept: bytes a token that
 are held between forward and backward, without the output; peak: MiB of one forward + backward above the inputs.
 """
 
 import argparse
 import json
-import statistics
 
 import torch
 
+from ..graph_timing import eager_milliseconds, graph_milliseconds
 from .inner import Given
 from .op import LEVELS, mamba_inner
 from .reference import reference
@@ -50,19 +51,6 @@ def variants(dtype: torch.dtype) -> dict:
     return {"composition": composed} | {f"level {level}": node(level) for level in LEVELS}
 
 
-def milliseconds(call, count: int) -> float:
-    times = []
-    for i in range(count + 3):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        stop.record()
-        torch.cuda.synchronize()
-        if i >= 3:
-            times.append(start.elapsed_time(stop))
-    return statistics.median(times)
-
-
 def memory(run, leaves: dict) -> tuple[int, int]:
     """Bytes asked of the allocator between forward and backward beyond the output, and its peak above the inputs, gradients
     included."""
@@ -87,7 +75,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m seqmix_kernels.mamba_inner.bench", description=__doc__)
     parser.add_argument("--shapes", default="8x2048x768,8x2048x1536,1x65536x768")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--count", type=int, default=30)
+    parser.add_argument("--count", type=int, default=15)
     args = parser.parse_args(argv)
     dtype = getattr(torch, args.dtype)
     about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "dtype": args.dtype}
@@ -102,9 +90,10 @@ def main(argv: list[str] | None = None) -> None:
                 torch.autograd.grad(run(**leaves), list(leaves.values()), dy)
 
             with torch.no_grad():
-                forward = milliseconds(lambda run=run, leaves=leaves: run(**leaves), args.count)
+                forward = graph_milliseconds(lambda run=run, leaves=leaves: run(**leaves), args.count, 4)
             row = {"B": batch, "L": length, "M": d_model, "variant": name, "fwd_ms": forward,
-                   "fwd_bwd_ms": milliseconds(both, args.count), "kept_bytes_a_token": kept / (batch * length),
+                   "fwd_bwd_ms": graph_milliseconds(both, args.count, 4),
+                   "eager_ms": eager_milliseconds(both, args.count), "kept_bytes_a_token": kept / (batch * length),
                    "peak_mib": peak / 2**20}  # fmt: skip
             print(json.dumps(about | row), flush=True)
 

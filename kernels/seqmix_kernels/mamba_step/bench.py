@@ -3,16 +3,16 @@
     python -m seqmix_kernels.mamba_step.bench [--batches 1,2,4,8,64,256] [--d-model 768] [--layers 24] [--dtype bfloat16]
 
 E = 2M, N = 16, R = M/16, four taps. Every layer has weights and states of its own, so that they come from memory and not from
-the cache, as in a model. Microseconds a layer, medians of CUDA-event timings over graph replays; floor: weights once and
+the cache, as in a model. Microseconds a layer (../graph_timing.py); floor: weights once and
 states twice over the card's measured copy bandwidth.
 """
 
 import argparse
 import json
-import statistics
 
 import torch
 
+from ..graph_timing import graph_milliseconds
 from .op import mamba_step
 
 
@@ -32,32 +32,11 @@ def layer(batch: int, d_model: int, dtype: torch.dtype, g: torch.Generator) -> d
     }  # fmt: skip
 
 
-def microseconds(call, count: int = 50) -> float:
-    """Median of graph replays of `call`."""
-    with torch.cuda.stream(torch.cuda.Stream()):
-        call()
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    times = []
-    for i in range(count + 3):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        stop.record()
-        torch.cuda.synchronize()
-        if i >= 3:
-            times.append(start.elapsed_time(stop))
-    return 1e3 * statistics.median(times)
-
-
 def copy_bandwidth() -> float:
     """Bytes a second of a large copy, read and written."""
     a = torch.empty(1 << 30, dtype=torch.int8, device="cuda")
     b = torch.empty_like(a)
-    return 2 * a.numel() / microseconds(lambda: b.copy_(a), 10) * 1e6
+    return 2 * a.numel() / graph_milliseconds(lambda: b.copy_(a), 5, 2) * 1e3
 
 
 @torch.no_grad()
@@ -83,7 +62,7 @@ def main(argv: list[str] | None = None) -> None:
                 for tensors in layers:
                     u, _, _ = mamba_step(u, **tensors, impl=impl)
 
-            row[f"{impl}_us"] = microseconds(stack) / args.layers
+            row[f"{impl}_us"] = 1e3 * graph_milliseconds(stack, calls=1) / args.layers
         print(json.dumps(about | row), flush=True)
 
 

@@ -1,0 +1,49 @@
+"""Times what the GPU does, not how fast the host asks for it: a few calls in one CUDA graph, replayed.
+
+A forward and backward through autograd costs the host some hundred microseconds, often more than the kernels take; timed call
+by call, that is what one would measure.
+"""
+
+import statistics
+from collections.abc import Callable
+
+import torch
+
+
+def graph_milliseconds(call: Callable[[], object], count: int = 20, calls: int = 10) -> float:
+    """Median over `count` replays of a graph of `calls` calls, by CUDA events, a call. What `call` makes is not kept: a
+    call may overwrite what the one before made. Inputs larger than the second-level cache are read from memory."""
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(3):  # what is compiled or loaded at a first call must not be captured
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    times = []
+    for i in range(count + 2):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        stop.record()
+        torch.cuda.synchronize()
+        if i >= 2:
+            times.append(start.elapsed_time(stop) / calls)
+    return statistics.median(times)
+
+
+def eager_milliseconds(call: Callable[[], object], count: int = 20) -> float:
+    """Median over `count` calls from an idle GPU to an idle GPU: with all that the host does."""
+    times = []
+    for i in range(count + 3):
+        torch.cuda.synchronize()
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        stop.record()
+        torch.cuda.synchronize()
+        if i >= 3:
+            times.append(start.elapsed_time(stop))
+    return statistics.median(times)
