@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import signal
 import sys
 import time
 from datetime import UTC, datetime
@@ -158,4 +159,5 @@ def _card(device: str) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the process of the point ends, too
     raise SystemExit(main())
