@@ -20,14 +20,23 @@ def launch(kernel, grid: tuple[int, ...], args: tuple, constants: dict, options:
         with torch.cuda.device(index):
             return launch(kernel, grid, args, constants, options)
     # what Triton compiles for: dtypes, which pointers are multiples of 16, the integers (all of each: a little more often)
-    shapes = tuple([(a.dtype, a.data_ptr() % 16) if isinstance(a, Tensor) else a for a in args])
-    key = (kernel, index, shapes, tuple(constants.values()), tuple(options.values()))
+    key, values = [kernel, index, *constants.values(), *options.values()], []
+    for a in args:
+        if isinstance(a, Tensor):
+            pointer = a.data_ptr()  # a number is taken as it is, a tensor asked and checked once more
+            key += (a.dtype, pointer % 16)
+            values.append(pointer)
+        else:
+            key.append(a)
+            values.append(a)
+    key = tuple(key)
     found = _compiled.get(key)
     if found is not None:
         compiled, names = found
-        compiled[grid + (1,) * (3 - len(grid))](*args, *[constants[n] for n in names])
+        compiled[grid + (1,) * (3 - len(grid))](*values, *[constants[n] for n in names])
         return None
-    compiled = kernel[grid](*args, **constants, **options)
+    # said outright: Triton 3.9 warns that its default is about to change, and the kernels count on it
+    compiled = kernel[grid](*args, **constants, **options, enable_fp_fusion=True)
     if hasattr(compiled, "launch_metadata"):  # not under the interpreter
         if len(_compiled) >= _MOST:
             _compiled.clear()

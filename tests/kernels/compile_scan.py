@@ -49,7 +49,7 @@ def record(modules, call):
 def build(kernel, args, meta, arch):
     """Compiled as a launch with these arguments would compile it."""
     constants, signature, attrs = {}, {}, {}
-    options = {k: meta.pop(k) for k in ("num_warps", "num_stages", "maxnreg") if k in meta}
+    options = {k: meta.pop(k) for k in ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion") if k in meta}
     values = dict(zip(kernel.arg_names, args, strict=False)) | meta
     for i, p in enumerate(kernel.params):
         value = values[p.name]

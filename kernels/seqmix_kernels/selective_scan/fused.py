@@ -2,7 +2,7 @@
 
 Two forms of one design, with the same saved tensors, so either backward can follow either forward:
   triton_kernels   plain Triton, general, testable by Triton's interpreter
-  gluon_kernels    explicit layouts, for the shapes that matter on Hopper; `gluon_why_not` says when it is passed over
+  gluon_kernels    explicit layouts, tuned on Hopper, for all that matters; `gluon_why_not` says when it is passed over
 
 Saved for the backward, beyond the inputs: the states before every `chunk`-th step, 16-bit fixed point with one exponent
 a channel for 16-bit inputs (1.06 bytes per (b, t, d) at N = 16 and chunk 32), float32 for float32 inputs. The output
@@ -65,8 +65,8 @@ def why_not(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> str | Non
 
 def gluon_why_not(x: Tensor, groups: int, discretization: str) -> str | None:
     """Why a call takes the plain kernels; None if it takes the Gluon ones."""
-    if x.device.type != "cuda" or not _hopper(x.device.index):
-        return "not compute capability 9.0"
+    if x.device.type != "cuda" or not _nvidia(x.device.index):
+        return "no NVIDIA GPU of compute capability 8.0 or newer"
     if x.shape[2] % 2:
         return f"D = {x.shape[2]} is odd"
     if groups > 1 and x.shape[2] // groups % BLOCK:
@@ -77,8 +77,8 @@ def gluon_why_not(x: Tensor, groups: int, discretization: str) -> str | None:
 
 
 @functools.cache
-def _hopper(index: int | None) -> bool:
-    return torch.version.cuda is not None and torch.cuda.get_device_capability(index) == (9, 0)
+def _nvidia(index: int | None) -> bool:
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(index) >= (8, 0)
 
 
 def plan(x: Tensor, groups: int, discretization: str) -> Plan:

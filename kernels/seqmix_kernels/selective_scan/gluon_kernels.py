@@ -26,6 +26,7 @@ steps are stacked in registers (join, permute, reshape cost nothing) and stored 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # from Triton 3.9 on
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 MAGIC = gl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves the rounded integer in the low mantissa bits
@@ -73,6 +74,15 @@ F_SAVE = gl.constexpr(
 )
 C_LP, C_SP2, C_SP3 = _layouts(32)[:3]
 B_LP, B_SP2, B_SP3, B_SHL, B_SW1, B_SW2 = _layouts(16)
+
+
+@gluon.jit
+def view(smem, shape: gl.constexpr, layout: gl.constexpr):
+    """The same shared memory in another shape and layout."""
+    if RENAMED:
+        return smem.reinterpret(gl.float32, shape, layout)
+    else:
+        return smem._reinterpret(gl.float32, shape, layout)
 
 
 @gluon.jit
@@ -294,7 +304,7 @@ def store_keep(KS, kp, tb, t0, L, s2: gl.constexpr, lb: gl.constexpr):
     """keep of a tile's steps into shared memory, once for every state: read there like B."""
     T: gl.constexpr = KS.shape[0]
     k = gl.load(kp + t0 + tb, mask=tb + t0 < L, other=1.0)
-    KS._reinterpret(gl.float32, [T, NP], s2).store(k[:, None] + gl.zeros([T, NP], gl.float32, layout=lb))
+    view(KS, [T, NP], s2).store(k[:, None] + gl.zeros([T, NP], gl.float32, layout=lb))
 
 
 @gluon.jit
@@ -436,10 +446,10 @@ def fwd_kernel(
             delta = gl.where((tv + t0 < L)[:, None], delta, 0.0)
         zc = zr
         xc = xr
-        dS._reinterpret(gl.float32, [T, BD, 2], F_SP3).store(gl.join(delta, delta * xv))
-        BS._reinterpret(gl.float32, [T, NP], s2).store(Br.to(gl.float32))
+        view(dS, [T, BD, 2], F_SP3).store(gl.join(delta, delta * xv))
+        view(BS, [T, NP], s2).store(Br.to(gl.float32))
         if OUT:
-            CS._reinterpret(gl.float32, [T, NP], s2).store(Cr.to(gl.float32))
+            view(CS, [T, NP], s2).store(Cr.to(gl.float32))
         if HAS_SEQ:
             store_keep(KS, kp, tb, t0, L, s2, lb)
         tn = gl.where(t0 + T < hi, t0 + T, t0)  # fetched meanwhile
@@ -469,8 +479,8 @@ def fwd_kernel(
                 Cu = CS.index(u).load(ln)
                 ys = ys + (gl.sum(Cu[:, None] * h, axis=0),)
         if OUT:
-            yS._reinterpret(gl.float32, [T, BD], s2).store(stack32(ys))
-            y = yS._reinterpret(gl.float32, [T, BD], s2).load(lt)
+            view(yS, [T, BD], s2).store(stack32(ys))
+            y = view(yS, [T, BD], s2).load(lt)
             if ACC:
                 y = y + load_tile(acc_ptr + b * L * D + (b * 0 + t0) * D, offy, tv, dv, t0, L, D, EVEN)
             if HAS_D:
@@ -578,8 +588,8 @@ def carry_kernel(
                 uv = uv * zf * rcp(1.0 + ex2(zf * -LOG2E))
         else:
             uv = delta * uv
-        dS._reinterpret(gl.float32, [T, BD, 2], C_SP3).store(gl.join(delta, uv))
-        BS._reinterpret(gl.float32, [T, NP], s2).store(Br.to(gl.float32))
+        view(dS, [T, BD, 2], C_SP3).store(gl.join(delta, uv))
+        view(BS, [T, NP], s2).store(Br.to(gl.float32))
         if HAS_SEQ:
             store_keep(KS, kp, tb, t0, L, s2, lb)
         if REV:
@@ -783,7 +793,7 @@ def bwd_kernel(
     # the state before each group; once the group is done: rows 0-7 the sums over n of g B and of a g h_{t-1} A, a pair a
     # step, rows 8-11 C . h where it is asked for
     hS = gl.allocate_shared_memory(f32, [NT * G, NP, BD], B_SHL)
-    rS = hS._reinterpret(f32, [NT * G, NP, BD], sy)
+    rS = view(hS, [NT * G, NP, BD], sy)
     p0 = gl.allocate_shared_memory(f32, [4, P, NP], s3)  # partial dB, dC of two steps
     p1 = gl.allocate_shared_memory(f32, [4, P, NP], s3)
     dA = gl.zeros([NP, BD], f32, layout=lay)
@@ -826,8 +836,8 @@ def bwd_kernel(
                 delta = delta_of(dr, bv, bS, tv, t1, L, DT, lt, HAS_BIAS, SOFTPLUS, EVEN_L, FINE, PRE)
                 if REUSE:
                     tS.store(delta)
-                dS._reinterpret(f32, [T, BD, 2], B_SP3).store(gl.join(delta, delta * unpack(xr, DT, lt)))
-                BS._reinterpret(f32, [T, NP], s2).store(Br.to(f32))
+                view(dS, [T, BD, 2], B_SP3).store(gl.join(delta, delta * unpack(xr, DT, lt)))
+                view(BS, [T, NP], s2).store(Br.to(f32))
                 if HAS_SEQ:
                     store_keep(KS, kp, tb, t1, L, s2, lb)
                 if PRE:
@@ -876,14 +886,14 @@ def bwd_kernel(
                 delta = tS.load(lt)
         else:
             delta = delta_of(dr, bv, bS, tv, t0, L, DT, lt, HAS_BIAS, SOFTPLUS, EVEN_L, FINE, PRE)
-        dS._reinterpret(f32, [T, BD, 2], B_SP3).store(gl.join(delta, delta * xv))
-        gS._reinterpret(f32, [T, BD], B_SW2).store(gy)
+        view(dS, [T, BD, 2], B_SP3).store(gl.join(delta, delta * xv))
+        view(gS, [T, BD], B_SW2).store(gy)
         if PRE:
             dD += gy * xv
         else:
             aS.store(aS.load(lt) + gy * xv)
-        BS._reinterpret(f32, [T, NP], s2).store(Br.to(f32))
-        CS._reinterpret(f32, [T, NP], s2).store(Cr.to(f32))
+        view(BS, [T, NP], s2).store(Br.to(f32))
+        view(CS, [T, NP], s2).store(Cr.to(f32))
         if HAS_SEQ:
             store_keep(KS, kp, tb, t0, L, s2, lb)
         base = (k % NT) * G
@@ -953,14 +963,14 @@ def bwd_kernel(
                 pn = (rn < N)[None, :] & (t0 + g * S + 2 + rs // 2 < L)[:, None]
                 gl.store(pp + (b * 0 + tp1 + 2) * ND * N, v1, mask=pn)
                 gl.store(pp + (b * 0 + tp1) * ND * N, v0, mask=pm)
-        rT = rS._reinterpret(f32, [NT, G, NP, BD], st).index(k % NT)
+        rT = view(rS, [NT, G, NP, BD], st).index(k % NT)
         q = rT.slice(0, 2 * S, dim=1).load(l2)
         du, dd = gl.split(gl.permute(gl.reshape(q, [T, 2, BD]), [0, 2, 1]))
         du = gl.convert_layout(du, lt, assert_trivial=True)
         dd = gl.convert_layout(dd, lt, assert_trivial=True) * LN2
-        delta, _ = gl.split(dS._reinterpret(f32, [T, BD, 2], B_SP3).load(lj))
+        delta, _ = gl.split(view(dS, [T, BD, 2], B_SP3).load(lj))
         delta = gl.convert_layout(delta, lt, assert_trivial=True)
-        gy = gS._reinterpret(f32, [T, BD], B_SW2).load(lt)
+        gy = view(gS, [T, BD], B_SW2).load(lt)
         xv = unpack(xc, DT, lt)
         dx = du * delta
         if HAS_D:
