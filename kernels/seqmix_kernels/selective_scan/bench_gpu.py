@@ -1,10 +1,11 @@
 """Times the fused scan on the GPU at hand, through the public operator and autograd, after checking it there.
 
-    python -m seqmix_kernels.selective_scan.bench_gpu [check] [speed] [peer] [states] [forms] [family]
+    python -m seqmix_kernels.selective_scan.bench_gpu [check] [speed] [graph] [peer] [states] [forms] [family]
     python -m seqmix_kernels.selective_scan.bench_gpu figure numbers_h200.jsonl family.svg
 
 check   relative error of every output and gradient against the plain recurrence in float64, on the device
 speed   six shapes of models: medians of triton.testing.do_bench, peak MiB of one call above its inputs
+graph   the same as a replayed CUDA graph of one call: without the host's share
 peer    the same by mamba_ssm's CUDA kernel, where it is installed
 states  time against N
 forms   the same shapes by plain Triton, and by Gluon with other numbers of segments
@@ -136,8 +137,8 @@ def check():
     torch.use_deterministic_algorithms(False)
 
 
-def measure(args, how=None, chunk=None):
-    """Medians in ms of forward and forward + backward, and peak MiB above the inputs of each; how: not through the op."""
+def calls(args, how=None, chunk=None):
+    """Forward and forward + backward as functions of nothing, through the operator and autograd; how: not through it."""
     leaves = [None if t is None else t.detach().requires_grad_() for t in args]
     given = [t for t in leaves if t is not None]
     dy = torch.randn_like(args[0])
@@ -156,7 +157,12 @@ def measure(args, how=None, chunk=None):
         y, _ = op.selective_scan(*leaves[:8], initial_state=leaves[8], chunk=chunk, impl="fused")
         return y, torch.autograd.grad(y, given, dy)
 
-    return [timed(f) for f in (forward, both)]
+    return forward, both
+
+
+def measure(args, how=None, chunk=None):
+    """Medians in ms of forward and forward + backward, and peak MiB above the inputs of each."""
+    return [timed(f) for f in calls(args, how, chunk)]
 
 
 def timed(f):
@@ -197,6 +203,23 @@ def speed(shapes=SHAPES):
             line(f"B{shape[0]} L{shape[1]} D{shape[2]} N16 chunk {chunk}", args, chunk=chunk)
 
 
+def graph(shapes=SHAPES):
+    for shape in shapes:
+        times = []
+        for f in calls(inputs(*shape, 16, without=("initial_state",))):
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                f()
+            torch.cuda.current_stream().wait_stream(side)
+            captured = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(captured):
+                f()
+            times.append(do_bench(captured.replay, warmup=20, rep=150, return_mode="median"))
+            del captured
+        print("CUDA graph B{} L{} D{} N16   ".format(*shape) + "fwd {:7.3f} ms   fwd+bwd {:8.3f} ms".format(*times), flush=True)
+
+
 def peer(shapes=SHAPES):
     try:
         import mamba_ssm
@@ -226,7 +249,7 @@ def peer(shapes=SHAPES):
         print(f"{name:44s} fwd {f:7.3f} ms {fp:6.0f} MiB   fwd+bwd {t:8.3f} ms {tp:6.0f} MiB", flush=True)
 
 
-def family(lengths=(16, 64, 256, 1024, 4096, 16384, 65536, 131072), width=1536, n=16, most=3000.0):
+def family(lengths=(16, 64, 256, 1024, 4096, 16384, 65536, 131072), width=1536, n=16, most=1000.0):
     """B1, bfloat16, no options: forward + backward of all variants. One that would take over `most` ms is left out."""
     last = {}
     for length in lengths:
@@ -306,7 +329,7 @@ def main(parts):
     return None
 
 
-PARTS = {"check": check, "speed": speed, "peer": peer, "states": states, "forms": forms, "family": family}
+PARTS = {"check": check, "speed": speed, "graph": graph, "peer": peer, "states": states, "forms": forms, "family": family}
 
 
 if __name__ == "__main__":
