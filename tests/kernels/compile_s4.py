@@ -10,10 +10,12 @@ import json
 import sys
 
 import torch
-from compile_scan import build, record, report
+from compile_scan import TYPES, build, record, report
 
 from seqmix_kernels.fft_conv import fused as conv
 from seqmix_kernels.s4_kernel import fused as s4
+
+TYPES[torch.float64] = "fp64"
 
 
 def s4d():
@@ -26,6 +28,14 @@ def dplr():
     s4.dplr_backward(s4.dplr_forward(lam, w, 16384), lam, w, 16384)
 
 
+def layers():
+    """With two sets of modes for four channels."""
+    log_dt, A, P, C = torch.zeros(4), torch.zeros(2, 32), torch.zeros(2, 32, 2), torch.zeros(4, 32, 2)
+    s4.s4d_layer_backward(s4.s4d_layer_forward(log_dt, A, A, C, 512), log_dt, A, A, C, 512)
+    given = log_dt, A, A, P, P, C, 512
+    s4.dplr_layer_backward(s4.dplr_layer_forward(*given), *given)
+
+
 def fft_conv():
     cases = (torch.bfloat16, False, "gelu"), (torch.float32, True, "silu"), (torch.float32, False, None)
     for dtype, gated, activation in cases:
@@ -36,7 +46,7 @@ def fft_conv():
 
 
 def main(arch: int):
-    for call, modules in ((s4d, [s4.tk]), (dplr, [s4.tk]), (fft_conv, [conv.tk])):
+    for call, modules in ((s4d, [s4.tk]), (dplr, [s4.tk]), (layers, [s4.tk]), (fft_conv, [conv.tk])):
         seen = set()
         for kernel, args, meta in record(modules, call):
             types = (str(a.dtype) for a in args if isinstance(a, torch.Tensor))

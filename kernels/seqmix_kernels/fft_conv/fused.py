@@ -18,6 +18,7 @@ from .torch_forms import fft_length
 
 WORKSPACE = 1 << 28  # bytes of one complex buffer at most, unless a single channel of the batch needs more
 BT, BD = 64, 32  # steps and channels of a tile
+WARPS = 4
 BLOCK = 1024  # complex numbers of a program of the products
 
 
@@ -52,8 +53,8 @@ def _pack(x: Tensor, n: int, p=None, gate=None, dgate=None, activation="none") -
     z = torch.empty(batch, width, n, 2, dtype=torch.float32, device=x.device)
     like = x if p is None else p
     tk.pack_kernel[_grid(batch, n, width)](
-        x, like, x if gate is None else gate, z, x if dgate is None else dgate, length, n, width, triton.cdiv(n, BT), *x.stride(), *like.stride(),
-        BT=BT, BD=BD, ACT=activation, GATED=gate is not None, num_warps=4,
+        x, like, x if gate is None else gate, z, x if dgate is None else dgate, length, n, width, triton.cdiv(n, BT),
+        *x.stride(), *like.stride(), BT=BT, BD=BD, ACT=activation, GATED=gate is not None, num_warps=WARPS,
     )  # fmt: skip
     return torch.fft.fft(torch.view_as_complex(z))
 
@@ -80,9 +81,9 @@ def forward(u, kernel, D, gate, activation: str | None) -> tuple[Tensor, Tensor]
         z = _inverse(z)
         g, kept = (out if gate is None else gate[..., part]), (p[..., part] if keep else out)
         tk.unpack_kernel[_grid(batch, length, x.shape[2])](
-            torch.view_as_real(z), x, x if D is None else D[part], g, out, kept, length, n, x.shape[2], triton.cdiv(length, BT), *x.stride(),
-            *g.stride(), *out.stride(), *kept.stride(), BT=BT, BD=BD, SKIP=D is not None, GATED=gate is not None,
-            ACT=activation or "none", KEEP=keep, num_warps=4,
+            torch.view_as_real(z), x, x if D is None else D[part], g, out, kept, length, n, x.shape[2],
+            triton.cdiv(length, BT), *x.stride(), *g.stride(), *out.stride(), *kept.stride(), BT=BT, BD=BD,
+            SKIP=D is not None, GATED=gate is not None, ACT=activation or "none", KEEP=keep, num_warps=WARPS,
         )  # fmt: skip
     return y, p
 
@@ -114,8 +115,8 @@ def backward(dy, u, kernel, D, gate, p, activation: str | None) -> tuple[Tensor,
         partial = torch.empty(grid[0], x.shape[2], dtype=torch.float32, device=u.device)
         tk.unpack_bwd_kernel[grid](
             torch.view_as_real(gf), g, x, like, x if D is None else D[part], like if gate is None else gates[0], du[..., part],
-            partial, length, n, x.shape[2], triton.cdiv(length, BT), *g.stride(), *x.stride(), *du[..., part].stride(), *like.stride(),
-            BT=BT, BD=BD, SKIP=D is not None, GATED=gate is not None, ACT=act, num_warps=4,
+            partial, length, n, x.shape[2], triton.cdiv(length, BT), *g.stride(), *x.stride(), *du[..., part].stride(),
+            *like.stride(), BT=BT, BD=BD, SKIP=D is not None, GATED=gate is not None, ACT=act, num_warps=WARPS,
         )  # fmt: skip
         del gf
         if D is not None:
@@ -124,6 +125,7 @@ def backward(dy, u, kernel, D, gate, p, activation: str | None) -> tuple[Tensor,
         out = dkernel[None, part].mT  # (1, K, D)
         tk.unpack_kernel[_grid(1, taps, x.shape[2])](
             torch.view_as_real(_inverse(sums)), out, out, out, out, out, taps, n, x.shape[2], triton.cdiv(taps, BT),
-            *out.stride(), *out.stride(), *out.stride(), *out.stride(), BT=BT, BD=BD, SKIP=False, GATED=False, ACT="none", KEEP=False, num_warps=4,
+            *out.stride(), *out.stride(), *out.stride(), *out.stride(), BT=BT, BD=BD, SKIP=False, GATED=False, ACT="none",
+            KEEP=False, num_warps=WARPS,
         )  # fmt: skip
     return du, dkernel, dD, dgate

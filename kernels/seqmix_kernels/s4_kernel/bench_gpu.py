@@ -1,12 +1,13 @@
+# ruff: noqa: B023, F821 (a closure is called before its loop goes on)
 """Times S4's and S4D's kernels and a whole layer on the GPU at hand, after checking them there.
 
-    python -m seqmix_kernels.s4_kernel.bench_gpu [check] [kernels] [layer] [parts]
+    python -m seqmix_kernels.s4_kernel.bench_gpu [check] [kernels] [layer] [parts] [tune]
 
 check     relative errors against plain torch in float64, on the device: kernels and convolution, outputs and gradients
 kernels   D 1024, N 64, L 16384: from parameters to K and back, beside the plain torch form that stores (D, N/2, L)
 layer     B 8, D 1024, L 2048 and 16384, bf16 autocast: kernel, convolution, skip, GELU, gated linear unit; beside the same
           in plain torch
-parts     where a layer's time goes
+parts     where a layer's time goes; tune: other tiles
 
 Medians of triton.testing.do_bench; memory is the peak above what was allocated before the call.
 """
@@ -22,8 +23,7 @@ from triton.testing import do_bench
 from ..fft_conv import fft_conv, fft_length
 from ..fft_conv import fused as conv_fused
 from ..fft_conv import torch_forms as conv_torch
-from . import fused, op, torch_forms
-from .modes import discretize, times
+from . import fused, op
 
 
 def legs(width, modes, device="cuda"):
@@ -36,21 +36,18 @@ def legs(width, modes, device="cuda"):
     log_dt = torch.empty(width, device=device).uniform_(math.log(1e-3), math.log(1e-1), generator=r)
     imag = math.pi * torch.arange(modes, device=device, dtype=torch.float32).repeat(width, 1)
     P, B = normal(width, modes, 2) * modes**0.5 / 2, normal(width, modes, 2) * modes**0.5
-    parameters = log_dt, torch.full_like(imag, math.log(0.5)), imag, normal(width, modes, 2) * 0.5**0.5, P, B
+    parameters = log_dt, torch.full_like(imag, math.log(0.5)), imag, P, B, normal(width, modes, 2) * 0.5**0.5
     return [p.requires_grad_() for p in parameters]
 
 
 def s4d(parameters, length, impl):
     """K from the parameters of S4D, zero-order hold."""
-    log_dt, log_decay, imag, C, _, _ = parameters
-    A = torch.stack((-log_decay.double().exp(), imag.double()), -1)
-    log_a, B = discretize(log_dt.double().exp(), A, "zoh")
-    return op.s4d_kernel(log_a, (2 * times(C.double(), B)).float(), length, impl)
+    return op.s4d_layer_kernel(*parameters[:3], parameters[5], length, "zoh", impl)
 
 
 def s4d_plain(parameters, length):
     """The same as papers' code has it: complex64, every power in memory."""
-    log_dt, log_decay, imag, C, _, _ = parameters
+    log_dt, log_decay, imag, _, _, C = parameters
     A = torch.complex(-log_decay.exp(), imag)
     dtA = A * log_dt.exp()[:, None]
     c = torch.view_as_complex(C) * (torch.exp(dtA) - 1) / A
@@ -59,14 +56,15 @@ def s4d_plain(parameters, length):
 
 
 def dplr(parameters, length, impl):
-    """K from the parameters of S4, bilinear."""
-    log_dt, log_decay, imag, C, P, B = parameters
-    dt = log_dt.double().exp()[:, None, None]
-    A = torch.stack((-log_decay.double().exp(), imag.double()), -1)
-    return op.dplr_kernel(dt * A, dt.sqrt() * P.double(), dt * B.double(), C, length, impl)
+    """K from the parameters of S4, bilinear. "reference": the paper's four Cauchy sums, every fraction in memory."""
+    return op.dplr_layer_kernel(*parameters, length, impl)
 
 
 CASES = {"s4d": (s4d, s4d_plain), "dplr": (dplr, lambda p, length: dplr(p, length, "reference"))}
+
+
+def used_by(name, parameters):
+    return parameters if name == "dplr" else [*parameters[:3], parameters[5]]
 
 
 def relative(a, b):
@@ -85,15 +83,10 @@ def check():
         parameters = [p.detach() for p in legs(width, modes)]
         for name, (make, _) in CASES.items():
             g, out = normal(width, length), []
-            for kind in ("fused", "fused", "wide", "torch"):
-                leaves = [p.double() if kind == "wide" else p.clone() for p in parameters]
-                leaves = [p.requires_grad_() for p in leaves]
-                if kind == "wide":
-                    K = wide(name, leaves, length)
-                else:
-                    K = make(leaves, length, kind)
-                used = [p for p in leaves if name == "dplr" or p is not leaves[4] and p is not leaves[5]]
-                out.append([K.detach(), *torch.autograd.grad(K, used, g.to(K.dtype))])
+            for impl, cast in (("fused", None), ("fused", None), ("torch", torch.float64), ("torch", None)):
+                leaves = [p.clone().to(cast or p.dtype).requires_grad_() for p in parameters]
+                K = make(leaves, length, impl)
+                out.append([K.detach(), *torch.autograd.grad(K, used_by(name, leaves), g.to(K.dtype))])
             same = all(torch.equal(a, b) for a, b in zip(out[0], out[1], strict=True))
             ours = " ".join(f"{relative(a, b):.1e}" for a, b in zip(out[0], out[2], strict=True))
             plain = " ".join(f"{relative(a, b):.1e}" for a, b in zip(out[3], out[2], strict=True))
@@ -116,14 +109,6 @@ def check():
                   f"{'' if same else ' TWO RUNS DIFFER'}", flush=True)  # fmt: skip
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = False
-
-
-def wide(name, leaves, length):
-    if name == "dplr":
-        return dplr(leaves, length, "torch")
-    log_dt, log_decay, imag, C, _, _ = leaves
-    log_a, B = discretize(log_dt.exp(), torch.stack((-log_decay.exp(), imag), -1), "zoh")
-    return op.s4d_kernel(log_a, 2 * times(C, B), length, "torch")
 
 
 def measure(f, rep=150):
@@ -152,7 +137,7 @@ def kernels(width=1024, modes=32, length=16384):
     parameters = legs(width, modes)
     g = torch.randn(width, length, device="cuda")
     for name, (make, plain) in CASES.items():
-        used = parameters if name == "dplr" else parameters[:4]
+        used = used_by(name, parameters)
         forms = {impl: lambda impl=impl: make(parameters, length, impl) for impl in ("fused", "torch")}
         forms["plain (D, N/2, L)"] = lambda: plain(parameters, length)
         for form, f in forms.items():
@@ -175,12 +160,13 @@ def gated(y, weights, biases):
 def layer(batch=8, width=1024, modes=32, lengths=(2048, 16384)):
     parameters = legs(width, modes)
     D = torch.randn(width, device="cuda", requires_grad=True)
-    weights, biases = ([torch.randn(*s, device="cuda").mul_(0.03).requires_grad_() for _ in range(2)] for s in ((width, width), (width,)))
+    shapes = (width, width), (width,)
+    weights, biases = ([torch.randn(s, device="cuda").mul_(0.03).requires_grad_() for _ in "ab"] for s in shapes)
     for length in lengths:
         x = torch.randn(batch, length, width, device="cuda", requires_grad=True)
         dy = torch.randn(batch, length, width, device="cuda", dtype=torch.bfloat16)
         for name, (make, plain) in CASES.items():
-            used = [*(parameters if name == "dplr" else parameters[:4]), D, *weights, *biases, x]
+            used = [*used_by(name, parameters), D, *weights, *biases, x]
 
             def ours():
                 with torch.autocast("cuda", torch.bfloat16):
@@ -196,47 +182,67 @@ def layer(batch=8, width=1024, modes=32, lengths=(2048, 16384)):
 
 
 def parts(batch=8, width=1024, modes=32, lengths=(2048, 16384)):
-    """The pieces of a layer by themselves, and the FFTs that it might be made of."""
+    """The pieces of a layer by themselves."""
     for length in lengths:
         u = torch.randn(batch, length, width, device="cuda", dtype=torch.bfloat16)
         K = torch.randn(width, length, device="cuda") * torch.exp(-torch.arange(length, device="cuda") * 20 / length)
-        D = torch.randn(width, device="cuda")
-        y, p = conv_fused.forward(u, K, D, None, "gelu")
+        D, n = torch.randn(width, device="cuda"), fft_length(length)
+        p = conv_fused.forward(u, K, D, None, "gelu")[1]
         line(f"L{length} conv forward", lambda: conv_fused.forward(u, K, D, None, "gelu")[0])
         line(f"L{length} conv backward", lambda: conv_fused.backward(u, u, K, D, None, p, "gelu")[0])
-        n = fft_length(length)
         z = torch.randn(batch, width, n, device="cuda", dtype=torch.complex64)
-        x = torch.randn(batch, width, 2 * n, device="cuda")
         line(f"L{length} complex FFT of n = {n}, {batch * width} rows", lambda: torch.fft.fft(z))
-        line(f"L{length} real FFT of n = {2 * n}", lambda: torch.fft.rfft(x))
-        spectrum = torch.fft.rfft(x)
-        line(f"L{length} inverse real FFT of n = {2 * n}", lambda: torch.fft.irfft(spectrum, 2 * n))
-        del spectrum, x
-        size, one = width * n, torch.randn(width, n, device="cuda", dtype=torch.complex64)
-        line(f"L{length} pack + FFT", lambda: conv_fused._pack(u[..., :width], n))
-        line(f"L{length} multiply", lambda: conv_fused.tk.multiply_kernel[(triton.cdiv(size, conv_fused.BLOCK),)](
-            torch.view_as_real(z), torch.view_as_real(one), batch, size, 1.0 / n, BLOCK=conv_fused.BLOCK, num_warps=4))  # fmt: skip
-        del z, one
+        del z
     length = max(lengths)
-    parameters = [t.detach() for t in legs(width, modes)]
-    log_dt, log_decay, imag, C, P, B = parameters
-    dt = log_dt.double().exp()[:, None, None]
-    lam, P, B = dt * torch.stack((-log_decay.double().exp(), imag.double()), -1), dt.sqrt() * P.double(), dt * B.double()
-    line("s4d: parameters to log a, B", lambda: discretize(log_dt.double().exp(), lam / dt, "zoh"))
-    log_a, g = lam.contiguous(), torch.randn(width, length, device="cuda")
-    line("s4d: fused kernel forward", lambda: fused.s4d_forward(log_a, C, length))
-    line("s4d: fused kernel backward", lambda: fused.s4d_backward(g, log_a, C, length)[0])
-    line("dplr: C (I - A^L)", lambda: op.truncated(lam, P, B, C, length))
-    w = op.residues(lam, P, B, op.truncated(lam, P, B, C, length)).float()
-    line("dplr: nodes", lambda: torch_forms.nodes(length, lam.device))
-    line("dplr: fused kernel forward", lambda: fused.dplr_forward(lam, w, length))
-    line("dplr: fused kernel backward", lambda: fused.dplr_backward(g, lam, w, length)[0])
+    log_dt, log_decay, imag, P, _, C = given = [t.detach() for t in legs(width, modes)]
+    g = torch.randn(width, length, device="cuda")
+    size, turns, c = fused._prepare(log_dt, log_decay, imag, C)
+    K = torch.empty_like(g)
+    line("s4d: parameters to tables", lambda: fused._prepare(log_dt, log_decay, imag, C)[0])
+    line("s4d: forward sums", lambda: fused._s4d_forward(size, turns, c, K))
+    line("s4d: backward sums", lambda: fused._s4d_sums(g, size, turns))
+    X, _, _, row = fused._system(log_dt, log_decay, imag, P, C)
+    line("dplr: matrices", lambda: fused._system(log_dt, log_decay, imag, P, C)[0])
+    rows, powers = fused._row_powers(row, X, length)
+    line("dplr: powers", lambda: fused._row_powers(row, X, length)[0][-1])
+    line("dplr: powers, backward", lambda: fused._row_powers_backward(row, rows, powers)[0])
+    poles, w = fused._weights(given, rows[-1])
+    del rows, powers
+    node = fused._nodes(length, g.device)
+    line("dplr: nodes", lambda: fused._nodes(length, g.device))
+    line("dplr: spectrum", lambda: fused._sums(node, poles, w, quotients=False))
+    line("dplr: spectrum and inverse FFT", lambda: fused._kernel(node, poles, w, length))
+    line("dplr: backward sums with the quotients", lambda: fused._sums_backward(g, node, poles, w, length)[0])
+
+
+def tune(batch=8, width=1024, modes=32, length=16384):
+    """Tiles other than those that are set."""
+    u = torch.randn(batch, length, width, device="cuda", dtype=torch.bfloat16)
+    K = torch.randn(width, length, device="cuda") * torch.exp(-torch.arange(length, device="cuda") * 20 / length)
+    D, p = torch.randn(width, device="cuda"), u
+    for tile in ((64, 32, 4), (32, 64, 4), (64, 64, 8), (32, 32, 4), (64, 64, 4), (32, 128, 8)):
+        conv_fused.BT, conv_fused.BD, conv_fused.WARPS = tile
+        line(f"conv {tile} forward", lambda: conv_fused.forward(u, K, D, None, "gelu")[0], 60)
+        line(f"conv {tile} backward", lambda: conv_fused.backward(u, u, K, D, None, p, "gelu")[0], 60)
+    conv_fused.BT, conv_fused.BD, conv_fused.WARPS = 64, 32, 4
+    for bits in (25, 26, 30):
+        conv_fused.WORKSPACE = 1 << bits
+        line(f"conv workspace 2^{bits} forward", lambda: conv_fused.forward(u, K, D, None, "gelu")[0], 60)
+    log_dt, log_decay, imag, P, _, C = given = [t.detach() for t in legs(width, modes)]
+    X, _, _, row = fused._system(log_dt, log_decay, imag, P, C)
+    poles, w = fused._weights(given, fused._row_powers(row, X, length)[0][-1])
+    node, g = fused._nodes(length, u.device), torch.randn(width, length, device="cuda")
+    for fused.FREQUENCIES in (256, 512, 1024):
+        line(f"dplr spectrum, {fused.FREQUENCIES} frequencies", lambda: fused._sums(node, poles, w, quotients=False), 60)
+    fused.FREQUENCIES = 512
+    for fused.BWD_TILE in ((32, 4), (16, 4), (16, 8), (32, 8), (8, 4)):
+        line(f"dplr backward, tile {fused.BWD_TILE}", lambda: fused._sums_backward(g, node, poles, w, length)[0], 60)
 
 
 def main(names):
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__, flush=True)
     for name in names or ("check", "kernels", "layer"):
-        {"check": check, "kernels": kernels, "layer": layer, "parts": parts}[name]()
+        {"check": check, "kernels": kernels, "layer": layer, "parts": parts, "tune": tune}[name]()
 
 
 if __name__ == "__main__":

@@ -72,6 +72,16 @@ def discretize(dt: Tensor, A: Tensor, method: str) -> tuple[Tensor, Tensor]:
     return log_a.flatten(0, 1), b.flatten(0, 1)
 
 
+def dplr_modes(log_dt: Tensor, log_decay: Tensor, imag: Tensor, P: Tensor, B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """ΔΛ, √Δ P and Δ B, pairs (D, M, 2) float64, for Δ = exp(log_dt) (D,) and Λ = -exp(log_decay) + i imag (n, M).
+
+    Channel d has number d mod n of Λ, P and B.
+    """
+    dt = log_dt.double().exp().view(-1, len(imag), 1, 1)  # (D/n, n, 1, 1)
+    A = torch.stack((-log_decay.double().exp(), imag.double()), -1)
+    return tuple((scale * t.double()).flatten(0, 1) for scale, t in ((dt, A), (dt.sqrt(), P), (dt, B)))
+
+
 def resolvent(x: Tensor, lam: Tensor, P: Tensor) -> Tensor:
     """(I - A/2)⁻¹ x with A = Λ - P P*, in O(M): Woodbury around the diagonal.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..fft_conv.torch_forms import fft_length
 from . import reference, torch_forms
-from .modes import conj, times, truncated
+from .modes import conj, discretize, dplr_modes, times, truncated
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +48,47 @@ def s4d_kernel(log_a: Tensor, c: Tensor, length: int, impl: str = "auto") -> Ten
         return torch.ops.seqmix.s4d_kernel_fwd(log_a, c, length, name)
 
 
+def s4d_layer_kernel(
+    log_dt: Tensor, log_decay: Tensor, imag: Tensor | None, C: Tensor, length: int, method: str = "zoh", impl: str = "auto"
+) -> Tensor:  # fmt: skip
+    """`s4d_kernel` from the parameters of a layer: Δ = exp(log_dt), A = -exp(log_decay) + i imag, B = 1.
+
+    The same function as `discretize` and `s4d_kernel` one after the other. On a GPU those are eighty small launches
+    forward and backward, which take longer than the sums; with method "zoh" this takes five.
+
+    Args:
+        log_dt: (D,). log_decay, imag: (n, M); channel d has row d mod n. imag None: real modes, which count once.
+        C: (D, M, 2), or (D, M, 1) for real modes. All float32 or float64.
+        length, impl: as in `s4d_kernel`. method: as in `discretize`.
+
+    Returns:
+        K (D, L) in C's dtype. Differentiable in all four.
+
+    Raises:
+        ValueError: as for `s4d_kernel`.
+    """
+    _check_length(length)
+    width, modes = C.shape[:2]
+    shapes = [tuple(t.shape) for t in (log_decay, log_decay if imag is None else imag)]
+    if log_dt.shape != (width,) or width % max(1, len(log_decay)) or shapes != [(len(log_decay), modes)] * 2:
+        raise ValueError(
+            f"log_dt must be (D,), log_decay and imag (n, M), n a divisor of D, for C of {tuple(C.shape)}; "
+            f"got {tuple(log_dt.shape)}, {shapes[0]} and {shapes[1]}"
+        )
+    name = _choose(C, impl)
+    with torch.autocast(C.device.type, enabled=False):
+        if name == "fused" and method == "zoh" and imag is not None and C.numel():
+            _check_numbers("log_dt", log_dt=log_dt, log_decay=log_decay, imag=imag, C=C)
+            given = (t.contiguous() for t in (log_dt, log_decay, imag, C))
+            return torch.ops.seqmix.s4d_layer_kernel_fwd(*given, length)
+        decay = -log_decay.double().exp()
+        A = torch.stack((decay, torch.zeros_like(decay) if imag is None else imag.double()), -1)
+        log_a, B = discretize(log_dt.double().exp(), A, method)
+        pairs = torch.nn.functional.pad(C, (0, 1)) if imag is None else C
+        c = ((1 if imag is None else 2) * times(pairs.double(), B)).to(C.dtype)
+        return s4d_kernel(log_a, c, length, name)
+
+
 def dplr_kernel(lam: Tensor, P: Tensor, B: Tensor, C: Tensor, length: int, impl: str = "auto") -> Tensor:
     """K_l = C Ā^l B̄ for l < length: the convolution kernel of S4, whose state matrix is diagonal minus rank one.
 
@@ -81,6 +122,40 @@ def dplr_kernel(lam: Tensor, P: Tensor, B: Tensor, C: Tensor, length: int, impl:
         return torch.ops.seqmix.dplr_kernel_fwd(wide[0], residues(*wide, truncated(*wide, C, n)).to(C.dtype), n, name)[
             :, :length
         ]
+
+
+def dplr_layer_kernel(
+    log_dt: Tensor, log_decay: Tensor, imag: Tensor, P: Tensor, B: Tensor, C: Tensor, length: int, impl: str = "auto"
+) -> Tensor:  # fmt: skip
+    """`dplr_kernel` from the parameters of a layer: Δ = exp(log_dt), Λ = -exp(log_decay) + i imag.
+
+    The same function as `dplr_modes` and `dplr_kernel` one after the other; on a GPU in about eighty launches forward and
+    backward, not four hundred.
+
+    Args:
+        log_dt: (D,). log_decay, imag: (n, M). P, B: (n, M, 2); channel d has row d mod n of these four. C: (D, M, 2).
+            All float32 or float64.
+        length, impl: as in `dplr_kernel`.
+
+    Returns:
+        K (D, L) in C's dtype. Differentiable in all six.
+
+    Raises:
+        ValueError: as for `dplr_kernel`.
+    """
+    _check_length(length)
+    (width, modes, _), n = C.shape, len(log_decay)
+    wanted = {"log_dt": (width,), "log_decay": (n, modes), "imag": (n, modes), "P": (n, modes, 2), "B": (n, modes, 2)}
+    for (name, shape), t in zip(wanted.items(), (log_dt, log_decay, imag, P, B), strict=True):
+        if t.shape != shape or width % max(1, n):
+            raise ValueError(f"{name} must be {shape}, {n} a divisor of D, for C of {tuple(C.shape)}; got {tuple(t.shape)}")
+    name = _choose(C, impl)
+    with torch.autocast(C.device.type, enabled=False):
+        if name == "fused" and C.numel():
+            _check_numbers("log_dt", log_dt=log_dt, log_decay=log_decay, imag=imag, P=P, B=B, C=C)
+            given = (t.contiguous() for t in (log_dt, log_decay, imag, P, B, C))
+            return torch.ops.seqmix.dplr_layer_kernel_fwd(*given, fft_length(length))[:, :length]
+        return dplr_kernel(*dplr_modes(log_dt, log_decay, imag, P, B), C, length, name)
 
 
 def residues(lam: Tensor, P: Tensor, B: Tensor, C: Tensor) -> Tensor:
@@ -226,3 +301,41 @@ for _name in ("s4d_kernel", "dplr_kernel"):
     _op = getattr(torch.ops.seqmix, f"{_name}_bwd")
     torch.library.register_autograd(f"seqmix::{_name}_fwd", _make_backward(_op), setup_context=_setup_context)
     torch.library.register_autograd(f"seqmix::{_name}_bwd", _no_second_derivative)
+
+
+# ---- from the parameters of a layer: fused only -------------------------------------------------------------------------
+
+
+def _register_layer(name: str, tensors: str) -> None:
+    """An op from some parameters, the last of which is C (D, M, 2), and a length to K (D, length)."""
+    inputs = ", ".join(f"Tensor {t}" for t in tensors.split()) + ", int length"
+    outputs = ", ".join(["Tensor"] * len(tensors.split()))
+    forward, backward = f"seqmix::{name}_layer_kernel_fwd", f"seqmix::{name}_layer_kernel_bwd"
+    torch.library.define(forward, f"({inputs}) -> Tensor")
+    torch.library.define(backward, f"(Tensor dK, {inputs}) -> ({outputs})")
+
+    def run_forward(*args):
+        return getattr(_fused(), f"{name}_layer_forward")(*args)
+
+    def run_backward(*args):
+        with torch.autocast(args[0].device.type, enabled=False):
+            return getattr(_fused(), f"{name}_layer_backward")(*args)
+
+    def setup(ctx, inputs, output):
+        *tensors, ctx.length = inputs
+        ctx.save_for_backward(*tensors)
+
+    def gradients(ctx, dK):
+        op = getattr(torch.ops.seqmix, f"{name}_layer_kernel_bwd")
+        return *op(dK, *ctx.saved_tensors, ctx.length), None
+
+    torch.library.impl(forward, "CompositeExplicitAutograd", run_forward)
+    torch.library.impl(backward, "CompositeExplicitAutograd", run_backward)
+    torch.library.register_fake(forward, lambda *args: args[-2].new_empty((args[-2].shape[0], args[-1])))
+    torch.library.register_fake(backward, lambda dK, *args: tuple(t.new_empty(t.shape) for t in args[:-1]))
+    torch.library.register_autograd(forward, gradients, setup_context=setup)
+    torch.library.register_autograd(backward, _no_second_derivative)
+
+
+_register_layer("s4d", "log_dt log_decay imag C")
+_register_layer("dplr", "log_dt log_decay imag P B C")

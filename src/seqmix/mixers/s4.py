@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from seqmix.mixers.s4d import StateSpace, hippo_legs
 from seqmix_kernels.fft_conv import fft_conv
-from seqmix_kernels.s4_kernel import dense, dplr_kernel, increment, real, row, times
+from seqmix_kernels.s4_kernel import dense, dplr_layer_kernel, dplr_modes, increment, real, row, times
 
 
 class S4(StateSpace):
@@ -55,7 +55,8 @@ class S4(StateSpace):
         self.C = nn.Parameter(torch.randn(d_model, d_state // 2, 2, dtype=torch.float32) * 0.5**0.5)
 
     def kernel(self, length: int) -> Tensor:
-        return dplr_kernel(*self.modes(), self.C, length, self.impl)
+        self.check_dt()
+        return dplr_layer_kernel(*self._parameters_of_modes(), self.C, length, self.impl)
 
     def discrete(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         return tuple(t.to(dtype) for t in self.modes())
@@ -87,9 +88,11 @@ class S4(StateSpace):
 
     def modes(self) -> tuple[Tensor, Tensor, Tensor]:
         """ΔΛ, √Δ P and Δ B, pairs (D, M, 2), float64."""
-        dt = self.dt().view(-1, self.n_ssm, 1, 1)  # (D / n_ssm, n_ssm, 1, 1)
-        A = torch.stack((-self.A_log_decay.double().exp(), self.A_imag.double()), -1)
-        return tuple((scale * t.double()).flatten(0, 1) for scale, t in ((dt, A), (dt.sqrt(), self.P), (dt, self.B)))
+        self.check_dt()
+        return dplr_modes(*self._parameters_of_modes())
+
+    def _parameters_of_modes(self) -> tuple[Tensor, ...]:
+        return self.log_dt, self.A_log_decay, self.A_imag, self.P, self.B
 
     def _maps(self, levels: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """For pieces of q = 1, 2, 4, .. 2^levels: Ā^q, what q inputs add to the state, the q outputs a state gives, K_q.

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from seqmix.mixers.base import Mixer, no_weight_decay
 from seqmix_kernels.fft_conv import fft_conv
-from seqmix_kernels.s4_kernel import IMPLS, discretize, expm1, power, s4d_kernel, times
+from seqmix_kernels.s4_kernel import IMPLS, discretize, expm1, power, s4d_kernel, s4d_layer_kernel, times
 
 INITS = ("lin", "inv", "legs", "real")
 DISCRETIZATIONS = ("zoh", "bilinear")
@@ -101,12 +101,18 @@ class StateSpace(Mixer):
         return self._project(y), StateSpaceState(after)
 
     def dt(self) -> Tensor:
-        """Δ (D,), float64. ValueError where it is not finite (on the CPU: a GPU would have to be waited for)."""
-        dt = self.log_dt.double().exp()
-        if dt.device.type == "cpu" and not torch.compiler.is_compiling() and not dt.isfinite().all():
-            bad = (~dt.isfinite()).nonzero().flatten().tolist()
+        """Δ (D,), float64."""
+        self.check_dt()
+        return self.log_dt.double().exp()
+
+    def check_dt(self) -> None:
+        """ValueError where Δ is not finite. On the CPU: a GPU would have to be waited for, the guard on the loss finds it."""
+        if self.log_dt.device.type != "cpu" or torch.compiler.is_compiling():
+            return
+        good = self.log_dt.exp().isfinite()
+        if not good.all():
+            bad = (~good).nonzero().flatten().tolist()
             raise ValueError(f"Δ = exp(log_dt) is not finite in channels {bad}: log_dt = {self.log_dt[bad].tolist()}")
-        return dt
 
     def _spectrum(self, values: np.ndarray, max_lr: float) -> nn.Parameter:
         """A parameter that each of the n_ssm sets starts with a copy of."""
@@ -154,8 +160,9 @@ class S4D(StateSpace):
         self.C = nn.Parameter(torch.randn(d_model, M, parts, dtype=torch.float32) * parts**-0.5)
 
     def kernel(self, length: int) -> Tensor:
-        log_A, B = self.discretize()
-        return s4d_kernel(log_A, self._read(B), length, self.impl)
+        self.check_dt()
+        parameters = self.log_dt, self.A_log_decay, self.A_imag, self.C
+        return s4d_layer_kernel(*parameters, length, self.discretization, self.impl)
 
     def discrete(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Ā - 1 and not Ā: rounding is then in proportion to the change, and a slow mode keeps its pace."""
