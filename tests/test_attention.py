@@ -13,9 +13,9 @@ import torch
 
 from seqmix.channel_mixers import SwiGLU
 from seqmix.measure import state_bytes, tensors
-from seqmix.mixers.attention import Attention, AttentionState, rotary_phases, rotate
+from seqmix.mixers.attention import Attention, AttentionState
 from seqmix.model import SequenceModel
-from seqmix_kernels.attention import alibi_slopes
+from seqmix_kernels.attention import alibi_slopes, rotary_phases, rotate
 
 D, V = 24, 11
 EXACT = dict(rtol=0, atol=1e-12)

@@ -1,4 +1,4 @@
-"""The fused attention step compiled for sm_90 without a GPU, for test_attention.py: one JSON line a form."""
+"""The fused attention step and rotation compiled for sm_90 without a GPU, for test_attention.py: one JSON line a form."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from seqmix_kernels.attention import fused_step
+from seqmix_kernels.attention import fused_rotary, fused_step
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # P, query heads a key head, splits, rotary, windowed, sloped
@@ -49,8 +49,24 @@ def compiled(P, G, splits, rotary, windowed, sloped):
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": 3})
 
 
-for form in FORMS:
-    kernel = compiled(*form)
+def rotation(back):
+    """24 heads of 64, all of which turn."""
+    constants = {"H": 12, "H_KV": 12, "P": 64, "HALF": 32, "BACK": back, "BT": 8, "BH": 32, "BR": 1}
+    signature, given, hints = {}, {}, {}
+    for i, name in enumerate(fused_rotary.turn.arg_names):
+        if name in constants:
+            signature[name], given[(i,)] = "constexpr", constants[name]
+        elif i < 6:
+            signature[name] = {"positions": "*i64", "frequency": "*fp32"}.get(name, "*bf16")
+            hints[(i,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32" if name == "shrink" else "i32"
+            hints |= {} if name in ("shrink", "pos_l") else {(i,): [["tt.divisibility", 16]]}
+    source = ASTSource(fn=fused_rotary.turn, signature=signature, constexprs=given, attrs=hints)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+
+
+def report(kernel, **more):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -58,4 +74,10 @@ for form in FORMS:
         usage = subprocess.run([BIN / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, env=env).stdout
     found = {key: int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", usage)}
     facts = {"registers": found["REG"], "stack": found["STACK"], "shared": kernel.metadata.shared}
-    print(json.dumps(facts | {"rotary": form[3], "async_copies": "cp.async" in kernel.asm["ptx"]}))
+    print(json.dumps(facts | {"async_copies": "cp.async" in kernel.asm["ptx"]} | more))
+
+
+for form in FORMS:
+    report(compiled(*form), rotary=form[3])
+for back in (False, True):
+    report(rotation(back), back=back)

@@ -11,7 +11,7 @@ from seqmix.decode import in_precision
 from seqmix.measure import tensors
 from seqmix.mixers.attention import Attention
 from seqmix.model import SequenceModel
-from seqmix_kernels.attention import IMPLS, attention, attention_step, case_of, which_impl
+from seqmix_kernels.attention import IMPLS, attention, attention_step, case_of, rotate_queries_and_keys, which_impl
 
 pytestmark = [
     pytest.mark.gpu,
@@ -132,6 +132,26 @@ def test_nothing_is_copied_on_the_way(impl):
     before = torch.cuda.memory_allocated()
     attention(q, k, v, impl=impl)
     assert torch.cuda.max_memory_allocated() - before < 1.2 * size
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("width, P, ragged", [(64, 64, False), (32, 64, True), (128, 128, False), (6, 20, True)])
+def test_the_fused_rotation_is_the_plain_one(dtype, width, P, ragged):
+    torch.manual_seed(0)
+    qkv = torch.randn(3, 77, 16, P, device="cuda").to(dtype)
+    at = torch.arange(77, device="cuda") + (torch.tensor([[0], [500], [9]], device="cuda") if ragged else 5)
+    outs = []
+    for exact in (False, True):
+        leaf = (qkv.double() if exact else qkv).detach().requires_grad_()  # float64 takes plain torch
+        q, k = rotate_queries_and_keys(leaf[:, :, :12], 8, at, width, 10_000.0, 2.0)
+        weights = torch.randn(q.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1)).to(q.dtype)
+        (grad,) = torch.autograd.grad((q * weights).sum() + k.square().sum(), leaf, create_graph=True)
+        (second,) = torch.autograd.grad(grad.square().sum(), leaf)
+        outs.append([t.detach().double() for t in (q, k, grad, second)])
+        if not exact:
+            assert q.is_contiguous() and k.is_contiguous() and "rotate" in type(q.grad_fn).__name__.lower()
+    for a, b in zip(*outs, strict=True):
+        assert (a - b).norm() <= 4 * max(torch.finfo(dtype).eps, 600 * 2.0**-24) * b.norm()
 
 
 def model(**keys):

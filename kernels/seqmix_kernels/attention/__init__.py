@@ -1,7 +1,7 @@
 """Causal softmax attention. `which_impl` says what "auto" takes and why; README.md has the mathematics."""
 
 from .op import IMPLS, Case, alibi_slopes, attention, case_of, which_impl
-from .rotary import rotary_phases, rotate
+from .rotary import rotary_phases, rotate, rotate_queries_and_keys
 from .step import STEP_IMPLS, attention_step
 
 __all__ = [
@@ -14,5 +14,6 @@ __all__ = [
     "case_of",
     "rotary_phases",
     "rotate",
+    "rotate_queries_and_keys",
     "which_impl",
 ]

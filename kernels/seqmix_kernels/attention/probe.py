@@ -16,7 +16,13 @@ def milliseconds(run, case) -> float:
     """
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("nothing can be measured while a CUDA graph is captured: call attention once before")
-    with torch.device(case.device), torch.random.fork_rng([case.device]), torch.inference_mode(False):
+    with (
+        torch.cuda.device(case.device),
+        torch.device(case.device),
+        torch.autocast("cuda", enabled=False),
+        torch.random.fork_rng([case.device]),
+        torch.inference_mode(False),
+    ):
         torch.manual_seed(0)
         if not case.dropout:  # whose draws differ
             _compare(run, case)

@@ -1,6 +1,7 @@
 """Rotary positions (Su et al. 2021, "RoFormer", §3.4.2), in the halves layout: pair i is numbers i and i + R/2 of a head."""
 
 import functools
+import importlib.util
 
 import torch
 from torch import Tensor
@@ -37,3 +38,83 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
     a, b, rest = x.to(cos.dtype).split((half, half, x.shape[-1] - 2 * half), dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos, rest), dim=-1)
+
+
+def rotate_queries_and_keys(
+    qk: Tensor, n_heads: int, positions: Tensor, width: int, base: float, shrink: float
+) -> tuple[Tensor, Tensor]:
+    """qk (B, L, H + H_kv, P), H = n_heads, at positions (L,) or (B, L) -> q (B, L, H, P), k (B, L, H_kv, P), in qk's dtype.
+
+    The first `width` numbers of every head turn, in float32 or wider. On a GPU it is one kernel, and one back; under
+    torch.compile and elsewhere plain torch.
+    """
+    fused = qk.is_cuda and qk.dtype != torch.float64 and not torch.compiler.is_compiling() and _has_triton()
+    if fused:
+        frequency = rotary_frequencies(width, base, qk.device, qk.dtype)
+        return torch.ops.seqmix.rotate(qk, positions, frequency, shrink, n_heads)
+    cos, sin = rotary_phases(positions, width, base, shrink, qk.dtype)
+    return rotate(qk, cos, sin).to(qk.dtype).split((n_heads, qk.shape[2] - n_heads), dim=2)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+torch.library.define(
+    "seqmix::rotate", "(Tensor qk, Tensor positions, Tensor frequency, float shrink, int n_heads) -> (Tensor q, Tensor k)"
+)
+torch.library.define(
+    "seqmix::rotate_back", "(Tensor dq, Tensor dk, Tensor positions, Tensor frequency, float shrink) -> Tensor"
+)
+
+
+def _forward(*args):
+    from . import fused_rotary
+
+    return fused_rotary.forward(*args)
+
+
+def _backward(*args):
+    from . import fused_rotary
+
+    return fused_rotary.backward(*args)
+
+
+torch.library.impl("seqmix::rotate", "CompositeExplicitAutograd", _forward)
+torch.library.impl("seqmix::rotate_back", "CompositeExplicitAutograd", _backward)
+
+
+@torch.library.register_fake("seqmix::rotate")
+def _fake_forward(qk, positions, frequency, shrink, n_heads):
+    B, L, heads, P = qk.shape
+    return qk.new_empty(B, L, n_heads, P), qk.new_empty(B, L, heads - n_heads, P)
+
+
+@torch.library.register_fake("seqmix::rotate_back")
+def _fake_backward(dq, dk, positions, frequency, shrink):
+    B, L, H, P = dq.shape
+    return dq.new_empty(B, L, H + dk.shape[2], P)
+
+
+def _keep(ctx, inputs, output):
+    *_, positions, frequency, ctx.shrink, ctx.n_heads = inputs
+    ctx.save_for_backward(positions, frequency)
+
+
+def _keep_back(ctx, inputs, output):
+    dq, _, positions, frequency, ctx.shrink = inputs
+    ctx.n_heads = dq.shape[2]
+    ctx.save_for_backward(positions, frequency)
+
+
+def _derivative(ctx, dq, dk):
+    return torch.ops.seqmix.rotate_back(dq, dk, *ctx.saved_tensors, ctx.shrink), None, None, None, None
+
+
+def _derivative_back(ctx, dqk):  # a rotation's gradient is the rotation back, and that one's the rotation
+    return *torch.ops.seqmix.rotate(dqk, *ctx.saved_tensors, ctx.shrink, ctx.n_heads), None, None, None
+
+
+torch.library.register_autograd("seqmix::rotate", _derivative, setup_context=_keep)
+torch.library.register_autograd("seqmix::rotate_back", _derivative_back, setup_context=_keep_back)

@@ -28,8 +28,7 @@ from seqmix_kernels.attention import (
     attention,
     attention_step,
     case_of,
-    rotary_phases,
-    rotate,
+    rotate_queries_and_keys,
     which_impl,
 )
 
@@ -187,7 +186,8 @@ class Attention(Mixer):
         """One token: the same mathematics by the operator for it, which has no gradients."""
         if torch.is_grad_enabled() or (self.training and self.attn_dropout) or self.attn_impl == "math":
             return super().step(x_t, state)
-        q, k, v = self._split(x_t)  # (B, H, P), (B, H_kv, P) twice
+        qk, v = self._product(x_t)
+        q, k = self._normed(qk)  # (B, H, P), (B, H_kv, P)
         keys, values, span = state.k, state.v, None
         if not _blind(x_t):
             span = _span(state.length)
@@ -215,17 +215,27 @@ class Attention(Mixer):
 
     def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x (B, L, D) at positions (L,) or (B, L) -> q (B, L, H, P), k and v (B, L, H_kv, P)."""
-        q, k, v = self._split(x)
+        qk, v = self._product(x)
+        if self.q_norm is not None:
+            qk = torch.cat(self._normed(qk), dim=-2)
         if self.rotary_dim:
-            cos, sin = rotary_phases(positions, self.rotary_dim, self.rope_base, self.rope_shrink, x.dtype)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            q, k = rotate_queries_and_keys(qk, self.n_heads, positions, self.rotary_dim, self.rope_base, self.rope_shrink)
+        else:
+            q, k = qk.split((self.n_heads, self.n_kv_heads), dim=-2)
         return q.to(v.dtype), k.to(v.dtype), v
 
-    def _split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x (..., D) -> q (..., H, P), k and v (..., H_kv, P), not yet rotated: views of one product."""
-        heads = (self.n_heads, self.n_kv_heads, self.n_kv_heads)
-        q, k, v = self.qkv_proj(x).unflatten(-1, (sum(heads), self.head_dim)).split(heads, dim=-2)
-        return _normed(self.q_norm, q), _normed(self.k_norm, k), v
+    def _product(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x (..., D) -> q and k (..., H + H_kv, P), neither normed nor rotated, and v (..., H_kv, P): views of one product."""
+        heads = self.n_heads + self.n_kv_heads, self.n_kv_heads
+        return self.qkv_proj(x).unflatten(-1, (sum(heads), self.head_dim)).split(heads, dim=-2)
+
+    def _normed(self, qk: Tensor) -> tuple[Tensor, Tensor]:
+        """qk (..., H + H_kv, P) -> q and k, each over its norm: in the dtype of the weight, since under autocast they come in
+        16 bits, and torch's fused norm takes no two dtypes."""
+        q, k = qk.split((self.n_heads, self.n_kv_heads), dim=-2)
+        if self.q_norm is None:
+            return q, k
+        return tuple(norm(t.to(norm.weight.dtype)) for norm, t in ((self.q_norm, q), (self.k_norm, k)))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, seq_idx: Tensor | None = None, lengths: Tensor | None = None) -> Tensor:
         dropout = self.attn_dropout if self.training else 0.0
@@ -236,11 +246,6 @@ class Attention(Mixer):
 
     def _out(self, y: Tensor) -> Tensor:
         return self.out_proj(y.flatten(2))
-
-
-def _normed(norm: nn.RMSNorm | None, x: Tensor) -> Tensor:
-    """In the dtype of the weight: under autocast x comes in 16 bits, and torch's fused norm takes no two dtypes."""
-    return x if norm is None else norm(x.to(norm.weight.dtype))
 
 
 # ---- the cache ------------------------------------------------------------------------------------------------------
