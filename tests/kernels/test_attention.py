@@ -227,6 +227,18 @@ def test_auto_on_a_gpu_takes_the_fastest_that_is_right(monkeypatch):
     assert "fa2: not installed" in reason and "flash: failed its probe (ArithmeticError: dq is off" in reason
     speeds["fa4"] = 1.06
     assert op._decide(case)[0] == "cudnn"
+    name, reason = op._decide(case._replace(large=False))
+    assert name == "cudnn" and "fa4: so little work that launches take the time" in reason
+
+    def broken(run, case):
+        raise AssertionError
+
+    monkeypatch.setattr(op.probe, "milliseconds", broken)
+    name, reason = op._decide(case)
+    assert name == "math" and reason.startswith("nothing else can run here") and "efficient: failed its probe" in reason
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="while a CUDA graph is captured"):
+        op._decide(case)
 
 
 def test_b06_any_head_size():

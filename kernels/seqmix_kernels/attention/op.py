@@ -177,13 +177,15 @@ def _decide(case: Case) -> tuple[str, str]:
     able = [name for name, reason in reasons.items() if reason is None]
     told = [f"{name}: {reason}" for name, reason in reasons.items() if reason is not None]
     if case.device.type == "cuda" and not case.cached:
-        able.remove("math") if len(able) > 1 else None
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("nothing can be measured while a CUDA graph is captured: call attention once before")
         times = {}
-        for name in able:
+        for name in able[:-1]:  # all but math, which they are compared with
             try:
                 times[name] = probe.milliseconds(functools.partial(_attention, name), case)
             except Exception as error:  # whatever it is, it is told, and the next one is asked
-                told.append(f"{name}: failed its probe ({type(error).__name__}: {str(error).splitlines()[0][:200]})")
+                line = (str(error).splitlines() or [""])[0]
+                told.append(f"{name}: failed its probe ({type(error).__name__}: {line[:200]})")
         best = next((n for n in times if all(times[n] < 1.05 * times[m] for m in times)), "math")
         speeds = ", ".join(f"{n} {ms:.3f}" for n, ms in times.items())
         return best, "; ".join([f"fastest of {speeds} ms" if times else "nothing else can run here", *told])
