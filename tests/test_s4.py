@@ -3,7 +3,11 @@ mixer keeps are in test_mixers.py."""
 
 import copy
 import itertools
+import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -331,6 +335,19 @@ def test_complex_parameters_keep_their_imaginary_parts_in_16_bits(cls):
     mixer.to(torch.bfloat16)
     assert mixer.A_imag.abs().max() == before["A_imag"].abs().max() > 1
     assert all(torch.equal(p, before[k]) for k, p in mixer.named_parameters(recurse=False))
+
+
+def test_two_ranks_keep_the_same_weights(tmp_path):
+    """C03: DDP over gloo, other data on each rank, clipping, AdamW: equal bits after a step, imaginary halves included."""
+    script, store = Path(__file__).with_name("ddp_s4.py"), tmp_path / "store"
+    ranks = [
+        subprocess.Popen([sys.executable, script, str(rank), store], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    outs = [rank.communicate(timeout=120) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outs
+    first, second = (json.loads(out) for out, _ in outs)
+    assert first == second and len(first) == 20
 
 
 @both

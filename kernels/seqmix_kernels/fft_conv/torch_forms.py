@@ -85,7 +85,8 @@ def backward(dy, u, kernel, D, gate, p, activation: str | None) -> tuple[Tensor,
     kf = torch.fft.rfft(kernel.to(acc), n)[:, None]
     du = torch.fft.irfft(gf * kf.conj(), n)[..., :T].flatten(-2)[..., :L].mT
     du = du.clone(memory_format=torch.contiguous_format)
-    dkernel = torch.fft.irfft(gf.mul_(torch.fft.rfft(inputs, n).conj()).sum((0, 2)), n)[:, :K]
+    gf.mul_(torch.fft.rfft(inputs, n).conj_physical_())
+    dkernel = torch.fft.irfft(gf.sum((0, 2)), n)[:, :K]
     if D is not None:
         du.addcmul_(D.to(acc), g)
         dD = (g * wide).sum((0, 1)).to(D.dtype)

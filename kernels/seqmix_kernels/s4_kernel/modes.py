@@ -117,11 +117,11 @@ def dense(lam: Tensor, P: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
     """
     E = reciprocal(torch.stack((1 - lam[..., 0] / 2, -lam[..., 1] / 2), -1))
     left, right = real(times(E, P)), real(times(conj(E), P))  # E p and Eᵀ p (D, N)
-    gain = 1 / (1 + (real(P) * left).sum(-1))
-    re, im = torch.diag_embed(E[..., 0]), torch.diag_embed(E[..., 1])
-    R = torch.cat((torch.cat((re, -im), -1), torch.cat((im, re), -1)), -2)  # (D, N, N)
-    R = R - gain[:, None, None] * left[:, :, None] * right[:, None, :]
-    return 2 * R - torch.eye(R.shape[-1], dtype=R.dtype, device=R.device), (R @ real(B)[..., None])[..., 0]
+    left = left * (-2 / (1 + (real(P) * left).sum(-1, keepdim=True)))  # so that Ā = 2 E - I + left rightᵀ
+    re, im = torch.diag_embed(2 * E[..., 0] - 1), torch.diag_embed(2 * E[..., 1])
+    block = torch.cat((torch.cat((re, -im), -1), torch.cat((im, re), -1)), -2)  # (D, N, N)
+    B_bar = real(times(E, B)) + left / 2 * (right * real(B)).sum(-1, keepdim=True)
+    return torch.baddbmm(block, left[:, :, None], right[:, None, :]), B_bar
 
 
 def row(C: Tensor) -> Tensor:
