@@ -1,4 +1,4 @@
-"""One process of two that train S4 and S4D by DDP over gloo: python tests/ddp_s4.py RANK FILE. Prints hashes of their weights."""
+"""One process of two that train S4 and S4D by DDP over gloo: python tests/ddp_s4.py RANK FILE. Prints its weights, hashed."""
 
 import hashlib
 import json
