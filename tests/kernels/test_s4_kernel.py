@@ -12,6 +12,7 @@ from seqmix_kernels.s4_kernel import (
     dense,
     discretize,
     dplr_kernel,
+    dplr_layer_kernel,
     expm1,
     increment,
     power,
@@ -19,10 +20,11 @@ from seqmix_kernels.s4_kernel import (
     reference,
     row,
     s4d_kernel,
+    s4d_layer_kernel,
     times,
     torch_forms,
     which_impl,
-)  # fmt: skip
+)
 from seqmix_kernels.s4_kernel import op as s4_op
 
 IMPLS = ("reference", "torch")
@@ -187,6 +189,36 @@ def test_helpers_of_pairs():
     torch.testing.assert_close(expm1(small), small + times(small, small) / 2, rtol=1e-14, atol=0)
 
 
+# -- from a layer's parameters ----------------------------------------------------------------------------------------
+
+
+def layer(width, sets, modes):
+    """log_dt, log_decay, imag, P, B, C: channel d has number d mod sets of the four in the middle."""
+    return (
+        normal(width) / 2 - 4, normal(sets, modes, seed=1), 9 * normal(sets, modes, seed=2), normal(sets, modes, 2, seed=3),
+        normal(sets, modes, 2, seed=4), normal(width, modes, 2, seed=5),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_layer_kernels_are_those_of_their_modes(impl):
+    log_dt, log_decay, imag, P, B, C = layer(6, 3, 4)
+    dt, A = log_dt.exp(), torch.complex(-log_decay.exp(), imag)[torch.arange(6) % 3]
+    lam = torch.view_as_real(dt[:, None] * A)
+    p, b = (t[torch.arange(6) % 3] * scale[:, None, None] for t, scale in ((P, dt.sqrt()), (B, dt)))
+    torch.testing.assert_close(
+        dplr_layer_kernel(log_dt, log_decay, imag, P, B, C, 11, impl), dplr_kernel(lam, p, b, C, 11, impl)
+    )
+    for method in ("zoh", "bilinear"):
+        log_a, b = discretize(dt, torch.stack((-log_decay.exp(), imag), -1), method)
+        ours = s4d_layer_kernel(log_dt, log_decay, imag, C, 11, method, impl)
+        torch.testing.assert_close(ours, s4d_kernel(log_a, 2 * times(C, b), 11, impl))
+    real_modes = s4d_layer_kernel(log_dt, log_decay, None, C[..., :1], 11, impl=impl)
+    a = torch.exp(-dt[:, None] * log_decay.exp()[torch.arange(6) % 3])  # (D, M)
+    c = C[..., 0] * (1 - a) / log_decay.exp()[torch.arange(6) % 3]
+    torch.testing.assert_close(real_modes, (c[..., None] * a[..., None] ** torch.arange(11)).sum(1))
+
+
 # -- contract ---------------------------------------------------------------------------------------------------------
 
 
@@ -278,6 +310,10 @@ BAD[1, 2, 0] = math.nan
         (lambda: dplr_kernel(LOG_A, C, C, C.half(), 4), "C must be float32 or float64"),
         (lambda: s4d_kernel(BAD, C, 4), "log_a is not finite in 1 of 12 numbers"),
         (lambda: dplr_kernel(BAD, C, C, C, 4), "lam is not finite in 1 of 12 numbers"),
+        (lambda: dplr_layer_kernel(*layer(6, 4, 3), 5), r"log_dt must be \(6,\), 4 a divisor of D"),
+        (lambda: dplr_layer_kernel(*layer(6, 3, 3)[:5], normal(6, 4, 2), 5), r"log_decay must be \(3, 4\).*got \(3, 3\)"),
+        (lambda: s4d_layer_kernel(*layer(6, 4, 3)[:3], normal(6, 3, 2), 5), "n a divisor of D"),
+        (lambda: s4d_layer_kernel(*layer(6, 3, 3)[:3], normal(6, 3, 2), 0), "length must be at least 1, got 0"),
         (lambda: s4d_kernel(LOG_A, C, 4, "cauchy"), "auto, reference, torch, fused; got 'cauchy'"),
     ],
 )
