@@ -13,11 +13,12 @@ import torch
 import triton
 from torch import Tensor
 
+from ..launch import launch
 from . import triton_kernels as tk
 from .torch_forms import fft_length
 
 WORKSPACE = 1 << 28  # bytes of one complex buffer at most, unless a single channel of the batch needs more
-BT, BD = 64, 32  # steps and channels of a tile
+BT, BD = 32, 64  # steps and channels of a tile
 WARPS = 4
 BLOCK = 1024  # complex numbers of a program of the products
 
@@ -52,10 +53,12 @@ def _pack(x: Tensor, n: int, p=None, gate=None, dgate=None, activation="none") -
     batch, length, width = x.shape
     z = torch.empty(batch, width, n, 2, dtype=torch.float32, device=x.device)
     like = x if p is None else p
-    tk.pack_kernel[_grid(batch, n, width)](
+    args = (
         x, like, x if gate is None else gate, z, x if dgate is None else dgate, length, n, width, triton.cdiv(n, BT),
-        *x.stride(), *like.stride(), BT=BT, BD=BD, ACT=activation, GATED=gate is not None, num_warps=WARPS,
+        *x.stride(), *like.stride(),
     )  # fmt: skip
+    form = {"BT": BT, "BD": BD, "ACT": activation, "GATED": gate is not None}
+    launch(tk.pack_kernel, _grid(batch, n, width), args, form, {"num_warps": WARPS})
     return torch.fft.fft(torch.view_as_complex(z))
 
 
@@ -75,16 +78,16 @@ def forward(u, kernel, D, gate, activation: str | None) -> tuple[Tensor, Tensor]
         x, out = u[..., part], y[..., part]
         kf, z = _pack(kernel[None, part].mT, n), _pack(x, n)
         size = z[0].numel()
-        tk.multiply_kernel[(triton.cdiv(size, BLOCK),)](
-            torch.view_as_real(z), torch.view_as_real(kf), batch, size, 1 / n, BLOCK=BLOCK, num_warps=4
-        )
+        args = torch.view_as_real(z), torch.view_as_real(kf), batch, size, 1 / n
+        launch(tk.multiply_kernel, (triton.cdiv(size, BLOCK),), args, {"BLOCK": BLOCK}, {"num_warps": 4})
         z = _inverse(z)
         g, kept = (out if gate is None else gate[..., part]), (p[..., part] if keep else out)
-        tk.unpack_kernel[_grid(batch, length, x.shape[2])](
+        args = (
             torch.view_as_real(z), x, x if D is None else D[part], g, out, kept, length, n, x.shape[2],
-            triton.cdiv(length, BT), *x.stride(), *g.stride(), *out.stride(), *kept.stride(), BT=BT, BD=BD,
-            SKIP=D is not None, GATED=gate is not None, ACT=activation or "none", KEEP=keep, num_warps=WARPS,
+            triton.cdiv(length, BT), *x.stride(), *g.stride(), *out.stride(), *kept.stride(),
         )  # fmt: skip
+        form = {"SKIP": D is not None, "GATED": gate is not None, "ACT": activation or "none", "KEEP": keep}
+        launch(tk.unpack_kernel, _grid(batch, length, x.shape[2]), args, {"BT": BT, "BD": BD} | form, {"num_warps": WARPS})
     return y, p
 
 
@@ -105,27 +108,29 @@ def backward(dy, u, kernel, D, gate, p, activation: str | None) -> tuple[Tensor,
         gates = (None, None) if gate is None else (gate[..., part], dgate[..., part])
         kf, uf, gf = _pack(kernel[None, part].mT, n), _pack(x, n), _pack(g, n, own, *gates, act)
         sums, size = torch.empty_like(kf), kf.numel()
-        tk.correlate_kernel[(triton.cdiv(size, BLOCK),)](
-            *(torch.view_as_real(t) for t in (gf, uf, kf, sums)), batch, size, 1 / n, BLOCK=BLOCK, num_warps=4
-        )
+        args = *(torch.view_as_real(t) for t in (gf, uf, kf, sums)), batch, size, 1 / n
+        launch(tk.correlate_kernel, (triton.cdiv(size, BLOCK),), args, {"BLOCK": BLOCK}, {"num_warps": 4})
         del uf, kf
         gf = _inverse(gf)
         grid = _grid(batch, length, x.shape[2])
         like = g if own is None else own
         partial = torch.empty(grid[0], x.shape[2], dtype=torch.float32, device=u.device)
-        tk.unpack_bwd_kernel[grid](
+        args = (
             torch.view_as_real(gf), g, x, like, x if D is None else D[part], like if gate is None else gates[0], du[..., part],
             partial, length, n, x.shape[2], triton.cdiv(length, BT), *g.stride(), *x.stride(), *du[..., part].stride(),
-            *like.stride(), BT=BT, BD=BD, SKIP=D is not None, GATED=gate is not None, ACT=act, num_warps=WARPS,
+            *like.stride(),
         )  # fmt: skip
+        form = {"BT": BT, "BD": BD, "SKIP": D is not None, "GATED": gate is not None, "ACT": act}
+        launch(tk.unpack_bwd_kernel, grid, args, form, {"num_warps": WARPS})
         del gf
         if D is not None:
             dD[part] = partial.sum(0)
         taps = kernel.shape[1]
         out = dkernel[None, part].mT  # (1, K, D)
-        tk.unpack_kernel[_grid(1, taps, x.shape[2])](
+        args = (
             torch.view_as_real(_inverse(sums)), out, out, out, out, out, taps, n, x.shape[2], triton.cdiv(taps, BT),
-            *out.stride(), *out.stride(), *out.stride(), *out.stride(), BT=BT, BD=BD, SKIP=False, GATED=False, ACT="none",
-            KEEP=False, num_warps=WARPS,
+            *out.stride(), *out.stride(), *out.stride(), *out.stride(),
         )  # fmt: skip
+        form = {"BT": BT, "BD": BD, "SKIP": False, "GATED": False, "ACT": "none", "KEEP": False}
+        launch(tk.unpack_kernel, _grid(1, taps, x.shape[2]), args, form, {"num_warps": WARPS})
     return du, dkernel, dD, dgate

@@ -224,7 +224,7 @@ def tune(batch=8, width=1024, modes=32, length=16384):
         conv_fused.BT, conv_fused.BD, conv_fused.WARPS = tile
         line(f"conv {tile} forward", lambda: conv_fused.forward(u, K, D, None, "gelu")[0], 60)
         line(f"conv {tile} backward", lambda: conv_fused.backward(u, u, K, D, None, p, "gelu")[0], 60)
-    conv_fused.BT, conv_fused.BD, conv_fused.WARPS = 64, 32, 4
+    conv_fused.BT, conv_fused.BD, conv_fused.WARPS = 32, 64, 4
     for bits in (25, 26, 30):
         conv_fused.WORKSPACE = 1 << bits
         line(f"conv workspace 2^{bits} forward", lambda: conv_fused.forward(u, K, D, None, "gelu")[0], 60)

@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..launch import launch
 from . import triton_kernels as tk
 
 PRECISION = "tf32x3"  # of the products of matrices: three on the tensor cores for one in float32
@@ -71,8 +72,10 @@ def s4d_backward(dK: Tensor, log_a: Tensor, c: Tensor, length: int) -> tuple[Ten
 def _s4d_forward(size: Tensor, turns: Tensor, c: Tensor, K: Tensor) -> None:
     (width, modes), length = size.shape, K.shape[-1]
     (Q, R), BM = _tile(length, 128), 32 if modes > 16 else 16
-    tk.s4d_fwd_kernel[(K.numel() // length, triton.cdiv(length, Q * R))](
-        size, turns, c, K, width, modes, length, Q=Q, R=R, BM=BM, PRECISION=PRECISION, num_warps=8 if Q * R == 8192 else 4
+    tile = {"Q": Q, "R": R, "BM": BM, "PRECISION": PRECISION}
+    grid = K.numel() // length, triton.cdiv(length, Q * R)
+    launch(
+        tk.s4d_fwd_kernel, grid, (size, turns, c, K, width, modes, length), tile, {"num_warps": 8 if Q * R == 8192 else 4}
     )
 
 
@@ -83,9 +86,9 @@ def _s4d_sums(dK: Tensor, size: Tensor, turns: Tensor) -> Tensor:
     (Q, R), BM = _tile(length, 64), 16  # what fits into registers
     spans = _spans(rows, triton.cdiv(length, Q * R), 1)
     out = dK.new_empty(spans, rows, 4, modes)
-    tk.s4d_bwd_kernel[(rows, spans, triton.cdiv(modes, BM))](
-        dK, size, turns, out, width, modes, length, spans, Q=Q, R=R, BM=BM, PRECISION=PRECISION, num_warps=4
-    )
+    tile = {"Q": Q, "R": R, "BM": BM, "PRECISION": PRECISION}
+    grid = rows, spans, triton.cdiv(modes, BM)
+    launch(tk.s4d_bwd_kernel, grid, (dK, size, turns, out, width, modes, length, spans), tile, {"num_warps": 4})
     return out
 
 
@@ -101,10 +104,8 @@ def s4d_layer_backward(dK, log_dt, log_decay, imag, C, length: int) -> tuple[Ten
     size, turns, _ = _prepare(log_dt, log_decay, imag, C)
     sums = _s4d_sums(dK.contiguous(), size, turns)
     dlog_dt, ddecay, dimag, dC = (C.new_empty(s) for s in ((width,), (width, modes), (width, modes), (width, modes, 2)))
-    tk.s4d_finish_kernel[(width,)](
-        sums, log_dt, log_decay, imag, C, dlog_dt, ddecay, dimag, dC, modes, sets, len(sums),
-        BM=triton.next_power_of_2(modes), num_warps=1,
-    )  # fmt: skip
+    args = sums, log_dt, log_decay, imag, C, dlog_dt, ddecay, dimag, dC, modes, sets, len(sums)
+    launch(tk.s4d_finish_kernel, (width,), args, {"BM": triton.next_power_of_2(modes)}, {"num_warps": 1})
     if sets < width:
         ddecay, dimag = (t.view(-1, sets, modes).sum(0) for t in (ddecay, dimag))
     return dlog_dt, ddecay, dimag, dC
@@ -114,21 +115,21 @@ def _prepare(log_dt: Tensor, log_decay: Tensor, imag: Tensor, C: Tensor) -> tupl
     width, modes, _ = C.shape
     size, turns, c = C.new_empty(width, modes), C.new_empty(width, modes, dtype=torch.int64), torch.empty_like(C)
     BM = min(32, triton.next_power_of_2(modes))
-    tk.s4d_prepare_kernel[(width, triton.cdiv(modes, BM))](
-        log_dt, log_decay, imag, C, size, turns, c, modes, len(imag), BM=BM, num_warps=1
-    )
+    args = log_dt, log_decay, imag, C, size, turns, c, modes, len(imag)
+    launch(tk.s4d_prepare_kernel, (width, triton.cdiv(modes, BM)), args, {"BM": BM}, {"num_warps": 1})
     return size, turns, c
 
 
 # ---- DPLR -----------------------------------------------------------------------------------------------------------
 
 FREQUENCIES = 512  # of a program of the sums, 4 a thread
-BWD_TILE = 32, 4  # modes and frequencies a warp of the backward has at a time
+BWD_TILE = 32, 8  # modes and frequencies a warp of the backward has at a time
 
 
 def _nodes(length: int, device: torch.device) -> Tensor:
     node = torch.empty(4, length // 2 + 1, dtype=torch.float32, device=device)
-    tk.nodes_kernel[(triton.cdiv(node.shape[1], 128),)](node, node.shape[1], length, BF=128, num_warps=4)
+    grid = (triton.cdiv(node.shape[1], 128),)
+    launch(tk.nodes_kernel, grid, (node, node.shape[1], length), {"BF": 128}, {"num_warps": 4})
     return node
 
 
@@ -142,9 +143,8 @@ def _sums(node: Tensor, poles: Tensor, w: Tensor, quotients: bool) -> Tensor:
     (width, modes, _), F = w.shape, node.shape[1]
     out = w.new_empty(width, F, 4 if quotients else 2)
     if out.numel():
-        tk.dplr_sums_kernel[(triton.cdiv(F, FREQUENCIES), width)](
-            node, poles, w, out, modes, F, BF=FREQUENCIES, QUOTIENTS=quotients, num_warps=4
-        )
+        grid, form = (triton.cdiv(F, FREQUENCIES), width), {"BF": FREQUENCIES, "QUOTIENTS": quotients}
+        launch(tk.dplr_sums_kernel, grid, (node, poles, w, out, modes, F), form, {"num_warps": 4})
     return out
 
 
@@ -156,9 +156,8 @@ def _sums_backward(dK: Tensor, node: Tensor, poles: Tensor, w: Tensor, length: i
     blocks = triton.cdiv(modes, BM)
     spans = _spans(width * blocks, triton.cdiv(F, BK), 16)
     dw, dlam = w.new_empty(spans, width, modes, 8), w.new_empty(spans, width, 2, modes)
-    tk.dplr_bwd_kernel[(width, spans, blocks)](
-        node, poles, w, g, _sums(node, poles, w, quotients=True), dw, dlam, modes, F, length, spans, BK=BK, BM=BM, num_warps=1
-    )
+    args = node, poles, w, g, _sums(node, poles, w, quotients=True), dw, dlam, modes, F, length, spans
+    launch(tk.dplr_bwd_kernel, (width, spans, blocks), args, {"BK": BK, "BM": BM}, {"num_warps": 1})
     return dlam, dw
 
 
@@ -192,13 +191,13 @@ def dplr_layer_backward(dK, log_dt, log_decay, imag, P, B, C, length: int) -> tu
     poles, w = _weights(given, applied[-1])
     dlam, dw = _sums_backward(dK, _nodes(length, C.device), poles, w, length)
     part, dpower = X.new_empty(width, 8, modes), torch.empty_like(row)
-    one = {"BM": triton.next_power_of_2(modes), "num_warps": 1 if modes <= 64 else 4}
-    tk.dplr_weights_bwd_kernel[(width,)](*given, applied[-1], dw, dlam, part, dpower, modes, sets, len(dw), **one)
+    block, warps = {"BM": triton.next_power_of_2(modes)}, {"num_warps": 1 if modes <= 64 else 4}
+    args = *given, applied[-1], dw, dlam, part, dpower, modes, sets, len(dw)
+    launch(tk.dplr_weights_bwd_kernel, (width,), args, block, warps)
     drow, dX = _row_powers_backward(dpower, applied, powers)
     dlog_dt, out, dC = C.new_empty(width), C.new_empty(width, 6, modes), torch.empty_like(C)
-    tk.dplr_finish_kernel[(width,)](
-        *given[:5], dX, dX @ right.mT, dX.mT @ left.mT, drow, part, dlog_dt, out, dC, modes, sets, **one
-    )
+    args = *given[:5], dX, dX @ right.mT, dX.mT @ left.mT, drow, part, dlog_dt, out, dC, modes, sets
+    launch(tk.dplr_finish_kernel, (width,), args, block, warps)
     if sets < width:
         out = out.view(-1, sets, 6, modes).sum(0)
     dP, dB = out[:, 2:4].transpose(1, 2).contiguous(), out[:, 4:].transpose(1, 2).contiguous()
@@ -212,9 +211,9 @@ def _system(log_dt, log_decay, imag, P, C) -> tuple[Tensor, ...]:
     X = C.new_empty(width, N, N, dtype=torch.float64)
     left, right, row = (C.new_empty(width, 1, N, dtype=torch.float64) for _ in range(3))
     BN = max(16, triton.next_power_of_2(N))
-    tk.dplr_prepare_kernel[(width, triton.cdiv(N, 16))](
-        log_dt, log_decay, imag, P, C, X, left, right, row, modes, len(imag), BR=16, BN=BN, BM=max(16, BN // 2), num_warps=4
-    )
+    args = log_dt, log_decay, imag, P, C, X, left, right, row, modes, len(imag)
+    tile = {"BR": 16, "BN": BN, "BM": max(16, BN // 2)}
+    launch(tk.dplr_prepare_kernel, (width, triton.cdiv(N, 16)), args, tile, {"num_warps": 4})
     return X, left, right, row
 
 
@@ -222,9 +221,9 @@ def _weights(given: tuple[Tensor, ...], power: Tensor) -> tuple[Tensor, Tensor]:
     C, imag = given[-1], given[2]
     width, modes, _ = C.shape
     poles, w = C.new_empty(width, 3, modes), C.new_empty(width, modes, 8)
-    tk.dplr_weights_kernel[(width,)](
-        *given, power, poles, w, modes, len(imag), BM=triton.next_power_of_2(modes), num_warps=1 if modes <= 64 else 4
-    )
+    args = *given, power, poles, w, modes, len(imag)
+    block, warps = {"BM": triton.next_power_of_2(modes)}, {"num_warps": 1 if modes <= 64 else 4}
+    launch(tk.dplr_weights_kernel, (width,), args, block, warps)
     return poles, w
 
 
