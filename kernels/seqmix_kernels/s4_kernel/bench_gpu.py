@@ -9,7 +9,8 @@ layer     B 8, D 1024, L 2048 and 16384, bf16 autocast: kernel, convolution, ski
           in plain torch
 parts     where a layer's time goes; tune: other tiles
 
-Medians of triton.testing.do_bench; memory is the peak above what was allocated before the call.
+Medians of triton.testing.do_bench, and of replays of a CUDA graph, which leave out what the host does; memory is the peak
+above what was allocated before the call.
 """
 
 import math
@@ -23,6 +24,7 @@ from triton.testing import do_bench
 from ..fft_conv import fft_conv, fft_length
 from ..fft_conv import fused as conv_fused
 from ..fft_conv import torch_forms as conv_torch
+from ..graph_timing import graph_milliseconds
 from . import fused, op
 
 
@@ -111,8 +113,8 @@ def check():
     torch.utils.deterministic.fill_uninitialized_memory = False
 
 
-def measure(f, rep=150):
-    """Median ms and peak MiB of a call."""
+def measure(f, rep=150, graph=True):
+    """Median ms of a call, asked for by the host one after the other; median ms in a CUDA graph; peak MiB of a call."""
     f()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -121,13 +123,15 @@ def measure(f, rep=150):
     torch.cuda.synchronize()
     peak = (torch.cuda.max_memory_allocated() - before) / 2**20
     del kept
-    return do_bench(f, warmup=25, rep=rep, return_mode="median"), peak
+    ms = do_bench(f, warmup=25, rep=rep, return_mode="median")
+    torch.cuda.empty_cache()
+    return ms, graph_milliseconds(f, 10, 3) if graph else math.nan, peak
 
 
-def line(name, f, rep=150):
+def line(name, f, rep=150, graph=True):
     try:
-        ms, peak = measure(f, rep)
-        print(f"{name:60s} {ms:9.3f} ms {peak:8.0f} MiB", flush=True)
+        ms, replayed, peak = measure(f, rep, graph)
+        print(f"{name:60s} {ms:9.3f} ms, {replayed:9.3f} ms in a graph, {peak:8.0f} MiB", flush=True)
     except Exception as error:  # the other rows still count
         print(f"{name:60s} {type(error).__name__}: {str(error)[:200]}", flush=True)
     torch.cuda.empty_cache()
@@ -217,26 +221,30 @@ def parts(batch=8, width=1024, modes=32, lengths=(2048, 16384)):
 
 def tune(batch=8, width=1024, modes=32, length=16384):
     """Tiles other than those that are set."""
+
+    def quick(name, f):
+        line(name, f, 60, graph=False)
+
     u = torch.randn(batch, length, width, device="cuda", dtype=torch.bfloat16)
     K = torch.randn(width, length, device="cuda") * torch.exp(-torch.arange(length, device="cuda") * 20 / length)
     D, p = torch.randn(width, device="cuda"), u
     for tile in ((64, 32, 4), (32, 64, 4), (64, 64, 8), (32, 32, 4), (64, 64, 4), (32, 128, 8)):
         conv_fused.BT, conv_fused.BD, conv_fused.WARPS = tile
-        line(f"conv {tile} forward", lambda: conv_fused.forward(u, K, D, None, "gelu")[0], 60)
-        line(f"conv {tile} backward", lambda: conv_fused.backward(u, u, K, D, None, p, "gelu")[0], 60)
+        quick(f"conv {tile} forward", lambda: conv_fused.forward(u, K, D, None, "gelu")[0])
+        quick(f"conv {tile} backward", lambda: conv_fused.backward(u, u, K, D, None, p, "gelu")[0])
     conv_fused.BT, conv_fused.BD, conv_fused.WARPS = 32, 64, 4
     for bits in (25, 26, 30):
         conv_fused.WORKSPACE = 1 << bits
-        line(f"conv workspace 2^{bits} forward", lambda: conv_fused.forward(u, K, D, None, "gelu")[0], 60)
+        quick(f"conv workspace 2^{bits} forward", lambda: conv_fused.forward(u, K, D, None, "gelu")[0])
     log_dt, log_decay, imag, P, _, C = given = [t.detach() for t in legs(width, modes)]
     X, _, _, row = fused._system(log_dt, log_decay, imag, P, C)
     poles, w = fused._weights(given, fused._row_powers(row, X, length)[0][-1])
     node, g = fused._nodes(length, u.device), torch.randn(width, length, device="cuda")
     for fused.FREQUENCIES in (256, 512, 1024):
-        line(f"dplr spectrum, {fused.FREQUENCIES} frequencies", lambda: fused._sums(node, poles, w, quotients=False), 60)
+        quick(f"dplr spectrum, {fused.FREQUENCIES} frequencies", lambda: fused._sums(node, poles, w, quotients=False))
     fused.FREQUENCIES = 512
     for fused.BWD_TILE in ((32, 4), (16, 4), (16, 8), (32, 8), (8, 4)):
-        line(f"dplr backward, tile {fused.BWD_TILE}", lambda: fused._sums_backward(g, node, poles, w, length)[0], 60)
+        quick(f"dplr backward, tile {fused.BWD_TILE}", lambda: fused._sums_backward(g, node, poles, w, length)[0])
 
 
 def main(names):
