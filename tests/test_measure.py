@@ -292,6 +292,18 @@ def test_complex_and_double_tensors_are_judged_by_their_own_range():
     assert not bool(measure.all_finite([torch.ones(2), torch.tensor([1.0 + 1j * math.inf])]))
 
 
+def test_of_a_tensor_shared_out_over_ranks_this_ranks_share_is_judged():
+    class Shared:  # what a DTensor has
+        def __init__(self, share: float):
+            self.share = share
+
+        def to_local(self):
+            return torch.tensor([self.share])
+
+    assert bool(measure.all_finite([Shared(1.0), torch.ones(2)]))
+    assert not bool(measure.all_finite([torch.ones(2), Shared(math.inf)]))
+
+
 def test_no_tensors_are_finite():
     assert bool(measure.all_finite([])) and bool(measure.all_finite([torch.zeros(0)]))
 

@@ -371,8 +371,10 @@ def first_nonfinite(named: Iterable[tuple[str, Tensor | None]]) -> str | None:
 def all_finite(values: list[Tensor]) -> Tensor:
     """bool scalar on the device of the first: whether every element of every tensor is finite. Does not wait for it.
 
-    The extreme elements are finite exactly when all are; a 2-norm could overflow on finite elements.
+    The extreme elements are finite exactly when all are; a 2-norm could overflow on finite elements. Of a tensor shared out
+    over ranks (DTensor) this rank's share is judged.
     """
+    values = [v.to_local() if hasattr(v, "to_local") else v for v in values]
     values = [torch.view_as_real(v) if v.is_complex() else v for v in values if v.numel() > 0]
     if not values:
         return torch.tensor(True)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from seqmix.costs import PEAK_FLOPS, WrongError
-from seqmix.measure import EventMarks, PeakMemory, Sensors, WallMarks, time_calls
+from seqmix.measure import PeakMemory, Sensors, time_calls
 
 L2_BYTES = 256 * 2**20  # zeroed before each call, so that inputs come from memory
 # HBM bytes a second of data sheets; special-function operations a second: 16 a clock, multiprocessors, boost clock
@@ -103,7 +103,9 @@ def cases(device: str, ops: list[str] | None = None) -> list[Case]:
 
 
 def kernel_cost(case: Case, device: torch.device, seconds: float) -> dict:
-    """Milliseconds and MiB above the inputs of a forward (no gradients wanted) and of forward and backward; floors; error."""
+    """Milliseconds and MiB above the inputs of a forward (no gradients wanted) and of forward and backward; floors; error.
+
+    On a GPU the milliseconds are of a replayed graph where there can be one (`*_launched`), first call and MiB of the call."""
     case = Case(*case)
     op, dtype = OPS[case.op], getattr(torch, case.dtype)
     random = torch.Generator(device).manual_seed(0)
@@ -113,7 +115,7 @@ def kernel_cost(case: Case, device: torch.device, seconds: float) -> dict:
     scratch = torch.empty(L2_BYTES if device.type == "cuda" else 0, dtype=torch.int8, device=device)
     peak, sensors = PeakMemory(device), Sensors(device)
 
-    def timed(call: Callable[[], object]) -> tuple[float, float, int, float | None, float]:
+    def timed(call: Callable[[], object]) -> tuple[float, float, int, float | None, float, str]:
         before = 0.0
 
         def settle() -> None:
@@ -121,12 +123,15 @@ def kernel_cost(case: Case, device: torch.device, seconds: float) -> dict:
             peak.reset()
             before = peak.allocated() or 0.0
 
-        timing = time_calls(
-            {"call": call}, device, seconds=seconds, before=scratch.zero_, after_warmup=settle, between=sensors,
-            marks=EventMarks() if device.type == "cuda" else WallMarks(),
-        )  # fmt: skip
+        eager = time_calls(
+            {"call": call}, device, seconds=seconds / 2, before=scratch.zero_, after_warmup=settle, between=sensors
+        )
         mib = None if peak.allocated() is None else peak.allocated() - before
-        return timing.whole.median, timing.whole.iqr, timing.whole.count, mib, timing.first_ms
+        replay = graph_of(call) if device.type == "cuda" else None
+        if replay is None:
+            return *eager.whole, mib, eager.first_ms, "eager"
+        timing = time_calls({"call": replay}, device, seconds=seconds / 2, before=scratch.zero_, between=sensors)
+        return *timing.whole, mib, eager.first_ms, "graph"
 
     with torch.no_grad():
         got, want = op.check(tensors, run(*tensors))
@@ -140,7 +145,7 @@ def kernel_cost(case: Case, device: torch.device, seconds: float) -> dict:
         with torch.no_grad():
             run(*tensors)
 
-    names = ("ms", "ms_iqr", "calls", "mib", "first_ms")
+    names = ("ms", "ms_iqr", "calls", "mib", "first_ms", "launched")
     numbers |= {f"forward_{name}": v for name, v in zip(names, timed(forward), strict=True)}
     once, twice = op.work(case, dtype.itemsize)
     numbers |= floors(case, device, dtype, once, "forward_ms", numbers, "")
@@ -160,6 +165,25 @@ def kernel_cost(case: Case, device: torch.device, seconds: float) -> dict:
         else:
             numbers |= floors(case, device, dtype, twice, "both_ms", numbers, "both_")
     return numbers | sensors.summary()
+
+
+def graph_of(call: Callable[[], object]) -> Callable[[], object] | None:
+    """Replays `call` as a CUDA graph: the time of the GPU's work alone, however slowly the host launches it. None where the
+    call waits for the device, or does what cannot be captured."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            call()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        return None
+    return graph.replay
 
 
 def floors(case: Case, device: torch.device, dtype: torch.dtype, work: Work, time: str, numbers: dict, prefix: str) -> dict:

@@ -14,7 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from seqmix.bench import point as worker
 from seqmix.bench.grid import Point
 
-PRELOADED = ["seqmix.bench.point", "seqmix.bench.__main__"]
+# none of them touches a GPU when it is imported
+PRELOADED = [
+    "seqmix.bench.point", "seqmix.bench.__main__", "seqmix.bench.kernels", "seqmix.mixers.mamba", "seqmix.mixers.attention",
+]  # fmt: skip
 
 
 def run(

@@ -68,7 +68,7 @@ class NonFiniteGuard(L.Callback):
         judged = list(losses)
         if getattr(trainer.precision_plugin, "scaler", None) is None:
             judged += [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        fine = all_finite(judged)
+        fine = self._on_all_ranks(trainer, all_finite(judged))
         if self._waits:
             if self._judge(trainer, pl_module, trainer.global_step, losses, bool(fine)):
                 for group in optimizer.param_groups:
@@ -90,8 +90,14 @@ class NonFiniteGuard(L.Callback):
         if trainer.state.fn != "fit":
             return
         self._read_all(trainer, pl_module)
-        if not bool(all_finite([p.detach() for p in pl_module.parameters()])):
+        if not bool(self._on_all_ranks(trainer, all_finite([p.detach() for p in pl_module.parameters()]))):
             raise self._error(trainer, pl_module, trainer.global_step, [])
+
+    def _on_all_ranks(self, trainer: L.Trainer, fine: Tensor) -> Tensor:
+        """Ranks must stop together: each has its own losses, and under FSDP its own share of gradients and weights."""
+        if trainer.world_size == 1:
+            return fine
+        return trainer.strategy.reduce(fine.to(trainer.strategy.root_device, torch.float32), reduce_op="min") > 0
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._read_all(trainer, pl_module)
