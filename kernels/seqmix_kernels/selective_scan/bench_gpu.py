@@ -304,9 +304,10 @@ def forms():
     args = inputs(8, 2048, 3072, 16, without=("initial_state",))
     line("plain B8 L2048 D3072", args, fused.Plan(False))
     line("gluon B8 L2048 D3072, no autograd", args, fused.Plan(True))
-    for segments in (32, 64, 128):
-        args = inputs(1, 65536, 1536, 16, without=("initial_state",))
-        line(f"B1 L65536 D1536 segments {segments}", args, fused.Plan(True, segments, segments))
+    for length, width, counts in ((131072, 2048, (12, 24, 36, 48, 64)), (65536, 1536, (16, 32, 48, 64))):
+        args = inputs(1, length, width, 16, without=("initial_state",))
+        for segments in counts:
+            line(f"B1 L{length} D{width} segments {segments}", args, fused.Plan(True, segments, segments))
 
 
 def first():

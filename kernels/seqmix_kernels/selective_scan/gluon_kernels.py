@@ -91,30 +91,6 @@ def ex2(x):
 
 
 @gluon.jit
-def ex2_fma(x):
-    """2^x by arithmetic alone, for where the special-function units are what time goes to: x = i + f with |f| <= 1/2,
-    2^f a polynomial (within 3e-7 of itself), i added to the exponent."""
-    x = gl.minimum(gl.maximum(x, -127.0), 128.0)  # a NaN is dropped
-    r = x + MAGIC
-    f = x - (r - MAGIC)
-    p = 1.0 + f * (0.693147210 + f * (0.240221070 + f * (0.0555032700 + f * (0.00967604000 + f * 0.00134004000))))
-    return (p.to(gl.int32, bitcast=True) + (r.to(gl.int32, bitcast=True) << 23)).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def ex2_mixed(x):
-    """ex2 of [16, BD] in the layout of the carry pass (4 states x 2 channels a thread), one of a thread's eight by
-    ex2_fma: the carry pass fills the special-function units, not the others."""
-    x0, x1 = gl.split(gl.reshape(x, [NP, BD // 2, 2]))
-    e, o = gl.split(gl.permute(gl.reshape(x1, [4, 2, 2, BD // 2]), [0, 1, 3, 2]))
-    a, b = gl.split(gl.permute(o, [0, 2, 1]))
-    o = gl.convert_layout(gl.permute(gl.join(ex2(a), ex2_fma(b)), [0, 2, 1]), e.type.layout, assert_trivial=True)
-    y1 = gl.reshape(gl.permute(gl.join(ex2(e), o), [0, 1, 3, 2]), [NP, BD // 2])
-    y1 = gl.convert_layout(y1, x0.type.layout, assert_trivial=True)
-    return gl.convert_layout(gl.reshape(gl.join(ex2(x0), y1), [NP, BD]), x.type.layout, assert_trivial=True)
-
-
-@gluon.jit
 def rcp(x):
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
@@ -606,7 +582,7 @@ def carry_kernel(
             du, uu = pair_load(dS.index(T - 1 - r if REV else r), C_LP, ld)
             Bu = BS.index(T - 1 - r if REV else r).load(ln)
             sd += du
-            a = ex2_mixed(du[None, :] * A)
+            a = ex2(du[None, :] * A)
             if HAS_SEQ:
                 a = a * KS.index(T - 1 - r if REV else r).load(ln)[:, None]
             if REV:
@@ -856,14 +832,17 @@ def bwd_kernel(
                 q = gl.where(w < 2, gl.where(w == 0, xp, tp), gl.where(w == 2, gp, zp))
                 c = c * gl.where(w < 2, gl.where(w == 0, sxl, stl), gl.where(w == 2, sgl, szl)) + pid_d * BD
                 prefetch(q + c // W)
-                i = i % 32  # and the saved state and y
-                c = gl.where(i < NP, pid_d * BD * N + i * BD, N * D * (R - N) + pid_d * BD)
-                q = words(hp + (b * 0 + t0 // K - 1) * R * D)
-                c = c // (2 if BFP else 1) + i.to(gl.int64) * 0
-                if DZ % 2 == 1:
-                    q = gl.where(w < 2, q, yp)
-                    c = gl.where(w < 2, c, (((t0 - K).to(gl.int64) + i % K) * D + pid_d * BD) // W)
-                prefetch(q + c)
+        if k % NT == 0 and k > 0:  # and its saved state, and y
+            i = gl.arange(0, 32 * NW, layout=lq)
+            w = i // 32
+            i = i % 32
+            c = gl.where(i < NP, pid_d * BD * N + i * BD, N * D * (R - N) + pid_d * BD)
+            q = words(hp + (b * 0 + t0 // K - 1) * R * D)
+            c = c // (2 if BFP else 1) + i.to(gl.int64) * 0
+            if DZ % 2 == 1 and not PRE:
+                q = gl.where(w < 2, q, yp)
+                c = gl.where(w < 2, c, (((t0 - K).to(gl.int64) + i % K) * D + pid_d * BD) // W)
+            prefetch(q + c)
         xc = xr
         xv = unpack(xr, DT, lt)
         gy = unpack(gr, DT, lt)
@@ -877,7 +856,9 @@ def bwd_kernel(
                     dz *= rcp(zf) + (1.0 - sg)
                 else:
                     dz *= sg + sl * (1.0 - sg)
-                store_rows(dz_ptr + ob, D, again(tv, PRE) + t0, dv, dz, L, D, EVEN)
+                # asked here, not first before the steps: there the answer would wait for the loads of the next tile too
+                if mark == 0:
+                    store_rows(dz_ptr + ob, D, again(tv, PRE) + t0, dv, dz, L, D, EVEN)
             gy = gy * sl
         if REUSE:
             if top:
