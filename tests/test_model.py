@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from seqmix.channel_mixers import GELUMLP, SwiGLU
 from seqmix.mixers.mamba import Mamba
 from seqmix.mixers.s4d import StateSpace
-from seqmix.model import Block, SequenceModel
+from seqmix.model import Block, SequenceModel, aligned_product
 from seqmix.optim import param_groups
 
 CONFIGS = {
@@ -322,3 +322,16 @@ def test_generation_refuses_logits_that_are_not_finite(bad):
     with pytest.raises(ValueError, match="not finite"):
         model.generate(torch.ones(1, 1, dtype=torch.long), 1, temperature=0)
     assert model.training  # put back also on the way out
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (5, 8), (0, 8), (2, 3, 8)])
+def test_aligned_logits_are_the_logits(shape):
+    """What a GPU's head computes where V is no multiple of 8, as V = 11 here."""
+    x = torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    E = torch.randn(V, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    results = []
+    for logits in (aligned_product(x, E), F.linear(x, E)):
+        assert logits.shape == (*shape[:-1], V)
+        results.append((logits, *torch.autograd.grad(logits.square().sum(), (x, E))))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)

@@ -172,7 +172,10 @@ class SequenceModel(nn.Module):
         return x.to(torch.promote_types(x.dtype, torch.float32))  # the residual stream stays in float32, or wider
 
     def _head(self, x: Tensor) -> Tensor:
-        return F.linear(self.norm(x), self.embedding.weight)
+        x, E = self.norm(x), self.embedding.weight
+        if x.is_cuda and len(E) % 8 and not torch.compiler.is_compiling():  # torch.compile pads by itself
+            return aligned_product(x, E)
+        return F.linear(x, E)
 
     @torch.no_grad()
     def _shrink_residual_projections(self) -> None:
@@ -180,6 +183,15 @@ class SequenceModel(nn.Module):
         into_residual += [block.channel_mixer for block in self.blocks if block.channel_mixer is not None]
         for part in into_residual:
             part.out_proj.weight /= math.sqrt(len(into_residual))
+
+
+def aligned_product(x: Tensor, E: Tensor) -> Tensor:
+    """x Eᵀ, (B, V) or (B, L, V) as x has axes, as a view of something whose rows are multiples of 16 bytes. To any other cuBLAS
+    has only its slowest kernels: at V = 50277 the three products of training took 30 ms of an H200, with this 5."""
+    V = len(E)
+    if x.ndim == 3:
+        return F.linear(x, F.pad(E, (0, 0, 0, -V % 64)))[..., :V]
+    return F.linear(E, x).t() if len(x) > 1 else F.linear(x, E)
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
