@@ -13,6 +13,7 @@ from seqmix_kernels.mamba_step import fused
 
 CASES = [  # B, M, E, N, R, W, dtype, discretization
     ("130m", 1, 768, 1536, 16, 48, 4, torch.bfloat16, "euler"),
+    ("130m, some rows", 8, 768, 1536, 16, 48, 4, torch.bfloat16, "euler"),
     ("130m, many rows", 64, 768, 1536, 16, 48, 4, torch.bfloat16, "euler"),
     ("odd float32 zoh", 2, 45, 90, 12, 3, 3, torch.float32, "zoh"),
 ]

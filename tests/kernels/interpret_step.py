@@ -13,6 +13,8 @@ CASES = [  # B, M, E, N, R, W, dtype, discretization, biases
     (5, 6, 7, 1, 1, 1, "float32", "euler", True),  # more rows than FEW
     (2, 30, 70, 16, 6, 2, "float16", "euler", True),
     (6, 30, 70, 16, 6, 4, "float16", "euler", False),
+    (18, 30, 140, 5, 6, 4, "float32", "euler", True),  # more than ROWS
+    (16, 20, 40, 16, 2, 3, "float16", "zoh", False),
 ]
 ORDER = ("u", "in_proj", "in_bias", "conv", "conv_bias", "x_proj", "dt_proj", "dt_bias", "A_log", "D", "out_proj", "out_bias",
          "conv_state", "ssm_state")  # fmt: skip
@@ -43,6 +45,9 @@ def errors(tensors, dtype, discretization, device="cpu"):
     theirs, ours = (mamba_step(**low, **kwargs, impl=impl) for impl in ("reference", "fused"))
     assert [t.dtype for t in ours] == [t.dtype for t in theirs]
     assert all(torch.equal(t, low[k]) for k, t in given.items()), "an input was overwritten"
+    over = mamba_step(**given, **kwargs, impl="fused", in_place=True)
+    assert all(torch.equal(a, b) for a, b in zip(over, ours, strict=True)), "not the same in place"
+    assert over[1] is given["conv_state"] and over[2] is given["ssm_state"]
 
     def norms(got):
         names = ("out", "conv_state", "ssm_state")

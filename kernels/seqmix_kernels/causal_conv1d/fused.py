@@ -16,11 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..launch import launch
 from ..selective_scan.triton_kernels import sigmoid
 
 MAX_TAPS = 8
-BLOCK, LANE = 512, 4  # channels of a program at most, and of a thread: 8 bytes of a 16-bit tensor
-GROUP = 4  # rows loaded together: no load is moved ahead of the stores of earlier rows
+BLOCK, LANE = 256, 2  # channels of a program at most, and of a thread
+GROUP = 8  # rows loaded together: no load is moved ahead of the stores of earlier rows
 SPAN, BWD_SPAN = 64, 128  # steps a program walks
 
 
@@ -210,11 +211,16 @@ def forward(x, weight, bias, initial_state, seq_idx, silu: bool) -> tuple[Tensor
     block = _block(width)
     blocks, spans = triton.cdiv(width, block), triton.cdiv(length, SPAN)
     has_state = initial_state is not None and taps > 1
-    fwd_kernel[(batch * spans * blocks,)](
-        x, weight.contiguous(), x if bias is None else bias.contiguous(),
-        initial_state.contiguous() if has_state else x, x if document is None else document, y,
-        length, width, blocks, spans, *x.stride(), W=taps, SPAN=SPAN, GROUP=GROUP, BD=block, HAS_B=bias is not None,
-        HAS_INI=has_state, HAS_SEQ=document is not None, SILU=silu, num_warps=_warps(block),
+    launch(
+        fwd_kernel, (batch * spans * blocks,),
+        (
+            x, weight.contiguous(), x if bias is None else bias.contiguous(),
+            initial_state.contiguous() if has_state else x, x if document is None else document, y,
+            length, width, blocks, spans, *x.stride(),
+        ),
+        dict(W=taps, SPAN=SPAN, GROUP=GROUP, BD=block, HAS_B=bias is not None, HAS_INI=has_state,
+             HAS_SEQ=document is not None, SILU=silu),
+        dict(num_warps=_warps(block)),
     )  # fmt: skip
     return y, final
 
@@ -236,12 +242,16 @@ def backward(dy, dfinal, x, weight, bias, initial_state, seq_idx, silu: bool) ->
     blocks = triton.cdiv(width, block)
     spans = triton.cdiv(length + (taps - 1 if has_state else 0), BWD_SPAN - (taps - 1))
     partial = x.new_empty(batch * spans, taps + 1, width, dtype=torch.float32)
-    bwd_kernel[(batch * spans * blocks,)](
-        dy, dfinal.contiguous() if has_final else x, x, weight.contiguous(), x if bias is None else bias.contiguous(),
-        initial_state.contiguous() if has_state else x, x if document is None else document, dx,
-        dinitial if has_state else x, partial, length, width, blocks, spans, *dy.stride(), *x.stride(),
-        W=taps, SPAN=BWD_SPAN, GROUP=GROUP, BD=block, HAS_B=bias is not None, HAS_INI=has_state,
-        HAS_SEQ=document is not None, HAS_DF=has_final, SILU=silu, num_warps=_warps(block),
+    launch(
+        bwd_kernel, (batch * spans * blocks,),
+        (
+            dy, dfinal.contiguous() if has_final else x, x, weight.contiguous(), x if bias is None else bias.contiguous(),
+            initial_state.contiguous() if has_state else x, x if document is None else document, dx,
+            dinitial if has_state else x, partial, length, width, blocks, spans, *dy.stride(), *x.stride(),
+        ),
+        dict(W=taps, SPAN=BWD_SPAN, GROUP=GROUP, BD=block, HAS_B=bias is not None, HAS_INI=has_state,
+             HAS_SEQ=document is not None, HAS_DF=has_final, SILU=silu),
+        dict(num_warps=_warps(block)),
     )  # fmt: skip
     sums = partial.sum(0)
     dbias = none if bias is None else sums[taps].to(bias.dtype)

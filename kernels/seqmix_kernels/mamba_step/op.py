@@ -31,6 +31,7 @@ def mamba_step(
     out_bias: Tensor | None = None,
     discretization: str = "euler",
     impl: str = "auto",
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `mamba_inner` does to a sequence, for one token (Gu and Dao 2023, algorithm 2 and figure 3).
 
@@ -43,9 +44,10 @@ def mamba_step(
         conv_state: (B, W-1, E), the inputs before, oldest first. ssm_state: (B, E, N), float32 (float64 where u is).
         discretization: "euler" or "zoh".
         impl: one of IMPLS. "fused" has no gradient; "auto" is what `which_impl` answers.
+        in_place: the states given are used up; the fused step writes the new ones over them and hands them back.
 
     Returns:
-        out (B, M), and the two states after the step, new tensors of the shapes and dtypes of those given.
+        out (B, M), and the two states after the step, of the shapes and dtypes of those given; new tensors, unless in_place.
 
     Products and out are in u's dtype, or in the autocast dtype.
 
@@ -68,6 +70,8 @@ def mamba_step(
     elif impl == "fused" and (reason := why_not(u, conv, needs_grad)):
         raise ValueError(f"impl='fused' cannot run here: {reason}")
     if impl == "fused":
+        if in_place and not torch.compiler.is_compiling():
+            return _step(*tensors, discretization, dtype, True)
         return torch.ops.seqmix.mamba_step(*tensors, discretization, dtype)
     if not torch.is_autocast_enabled(device):  # a context of its own would cost a tenth of a small step
         return reference(*tensors, discretization)
@@ -113,12 +117,14 @@ torch.library.define(
 )
 
 
-@torch.library.impl("seqmix::mamba_step", "CompositeExplicitAutograd")
 def _step(*args):
     from . import fused
 
     with torch.autocast(args[0].device.type, enabled=False):
         return fused.step(*args)
+
+
+torch.library.impl("seqmix::mamba_step", "CompositeExplicitAutograd")(_step)
 
 
 @torch.library.register_fake("seqmix::mamba_step")

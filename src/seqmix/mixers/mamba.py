@@ -127,6 +127,8 @@ class Mamba(Mixer):
             u_t, self.in_proj.weight, self.conv.weight[:, 0], self.x_proj.weight, self.dt_proj.weight, self.dt_bias,
             self.A_log, self.D, self.out_proj.weight, *state, self.in_proj.bias, self.conv.bias, self.out_proj.bias,
             self.discretization, self.decode,
+            # while a CUDA graph is captured the state handed in is used up: a graph has it at one address, and nobody looks
+            in_place=u_t.is_cuda and torch.cuda.is_current_stream_capturing(),
         )  # fmt: skip
         return y, MambaState(*state)
 
