@@ -14,6 +14,7 @@ ARROWS = {
     "kernels/seqmix_kernels": ("seqmix_kernels",),
     "src/seqmix/mixers/base.py": (),
     "src/seqmix/mixers": ("seqmix.mixers.base", "seqmix_kernels"),
+    "src/seqmix/mixers/s4.py": ("seqmix.mixers.base", "seqmix.mixers.s4d", "seqmix_kernels"),  # one layer, another kernel
     "src/seqmix/channel_mixers.py": (),
     "src/seqmix/model.py": ("seqmix.mixers.base",),
     "src/seqmix/module.py": ("seqmix.metrics", "seqmix.optim", "seqmix.sharding"),
