@@ -3,7 +3,7 @@
     python tests/measure_mamba_130m.py train  [--batch 8] [--length 2048] [--levels 0,1,2] [--ways eager,graph]
     python tests/measure_mamba_130m.py decode [--batches 1,64] [--prompt 2048] [--tokens 128]
 
-Training: float32 parameters, bfloat16 autocast, fused AdamW, the repository's loss over all positions; peak is what torch's
+Training: float32 parameters, bfloat16 autocast, fused AdamW, cross-entropy over all positions; peak is what torch's
 allocator held at most in a step after the first. Decoding: bfloat16 weights, float32 states, the whole model and the choice
 of the next token in one CUDA graph, one replay a token. Times are medians of CUDA-event timings. One JSON line a point.
 """
@@ -17,10 +17,11 @@ from functools import partial
 
 import torch
 
-from seqmix.measure import environment, state_bytes, tensors
-from seqmix.metrics import scored_cross_entropy
+from seqmix.decode import Decoder
+from seqmix.measure import environment, state_bytes
 from seqmix.mixers.mamba import Mamba
 from seqmix.model import SequenceModel
+from seqmix_kernels.cross_entropy import cross_entropy
 
 SIZES = dict(vocab_size=50277, d_model=768, n_layer=24)
 
@@ -52,12 +53,12 @@ def train(args):
         def step(run=run, optimizer=optimizer, tokens=tokens):
             with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
                 logits = run(tokens[:, :-1])
-            loss_sum, count = scored_cross_entropy(logits, tokens[:, 1:])
+            loss = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), impl=args.loss).mean()
             del logits
-            (loss_sum / count).float().backward()
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            return loss_sum / count
+            return loss
 
         begin = time.perf_counter()
         first = step().item()
@@ -79,7 +80,7 @@ def train(args):
         ms, iqr = median_ms(call, args.count)
         if args.profile and way == "eager":
             profile(call, args.profile)
-        row = {"level": level, "way": way, "batch": args.batch, "length": args.length, "vocab": args.vocab,
+        row = {"level": level, "way": way, "batch": args.batch, "length": args.length, "vocab": args.vocab, "loss": args.loss,
                "ms": round(ms, 2), "iqr_ms": round(iqr, 2), "tokens_per_second": round(args.batch * args.length / ms * 1e3),
                "peak_mib": round(torch.cuda.max_memory_allocated() / 2**20), "first_loss": first,
                "first_step_s": round(first_s, 1)}  # fmt: skip
@@ -117,34 +118,19 @@ def decode(args):
         prompt = torch.randint(SIZES["vocab_size"], (batch, args.prompt), device="cuda")
         with torch.autocast("cuda", torch.bfloat16):
             logits, state = model.prefill(prompt, model.init_state(batch))
-        token, state = logits[:, -1].argmax(-1), [t.clone() for t in tensors(state)]
-        del logits
-
-        def one(token=token, state=state):
-            """In the buffers `token` and `state`: the next token and the state after this one."""
-            pairs = iter(state)
-            nested = tuple(type(s)(*(next(pairs) for _ in s)) for s in model.init_state(0))
-            with torch.autocast("cuda", torch.bfloat16):
-                logits, after = model.step(token, nested)
-            token.copy_(logits.argmax(-1))
-            torch._foreach_copy_(state, list(tensors(after)))
-
-        torch.cuda.synchronize()
-        with torch.cuda.stream(torch.cuda.Stream()):
-            one()
-            one()
-        torch.cuda.synchronize()
+        decoder = Decoder(model, state, logits[:, -1].argmax(-1), autocast=torch.bfloat16)
+        size = state_bytes(state) // batch
+        del logits, state
+        decoder.advance()
         if args.profile:
-            profile(one, args.profile)
-        eager, _ = median_ms(one, 5)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            one()
-        ms, iqr = median_ms(lambda graph=graph: [graph.replay() for _ in range(args.tokens)], 5)
+            profile(decoder.advance, args.profile)
+        eager, _ = median_ms(decoder.advance, 5)
+        decoder.capture(8 * args.tokens)
+        ms, iqr = median_ms(lambda decoder=decoder: [decoder.advance() for _ in range(args.tokens)], 5)
         ms, iqr = ms / args.tokens, iqr / args.tokens
         row = {"batch": batch, "prompt": args.prompt, "ms_a_token": round(ms, 4), "iqr_ms": round(iqr, 5),
                "tokens_per_second": round(batch / ms * 1e3), "eager_ms_a_token": round(eager, 3),
-               "state_bytes_a_row": state_bytes(state) // batch, "decode": decode}  # fmt: skip
+               "state_bytes_a_row": size, "decode": decode}  # fmt: skip
         print(json.dumps(row), flush=True)
 
 
@@ -156,6 +142,7 @@ if __name__ == "__main__":
     parser.add_argument("--levels", default="0,1,2")
     parser.add_argument("--count", type=int, default=10, help="steps timed")
     parser.add_argument("--ways", default="eager,graph", help="eager, compiled, graph: the whole step as one CUDA graph")
+    parser.add_argument("--loss", default="reference", help="reference: torch's; fused: seqmix_kernels.cross_entropy")
     parser.add_argument("--vocab", type=int, default=SIZES["vocab_size"])
     parser.add_argument("--batches", default="1,64")
     parser.add_argument("--prompt", type=int, default=2048)

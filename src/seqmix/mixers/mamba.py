@@ -63,7 +63,7 @@ class Mamba(Mixer):
         dt_rank: int | None = None,
         discretization: str = "euler",
         scan: str = "auto",
-        checkpoint_level: int = 1,
+        checkpoint_level: int = 0,
         decode: str = "auto",
         *,
         bias: bool = False,
