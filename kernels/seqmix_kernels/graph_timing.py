@@ -47,3 +47,10 @@ def eager_milliseconds(call: Callable[[], object], count: int = 20) -> float:
         if i >= 3:
             times.append(start.elapsed_time(stop))
     return statistics.median(times)
+
+
+def memory_bandwidth() -> float:
+    """Bytes a second of a large tensor read and another written by one kernel, both counted."""
+    a = torch.ones(1 << 28, device="cuda")
+    b = torch.empty_like(a)
+    return 2 * a.numel() * 4 / graph_milliseconds(lambda: torch.neg(a, out=b), 5, 2) * 1e3

@@ -5,7 +5,7 @@
 torch: F.conv1d over D groups, cut to L steps, and F.silu, on x transposed (the layout that the projections around it leave)
 and on x stored as torch wants it, (B, D, L). Times of the GPU alone, by CUDA graphs (../graph_timing.py), and eager_ms of a
 forward + backward from the host; peak MiB of one forward + backward above its inputs. floor: 2 tensors forward and 5 for both
-at the card's copy bandwidth, measured.
+at the card's bandwidth, measured.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import json
 import torch
 import torch.nn.functional as F
 
-from ..graph_timing import eager_milliseconds, graph_milliseconds
+from ..graph_timing import eager_milliseconds, graph_milliseconds, memory_bandwidth
 from .op import IMPLS, causal_conv1d, why_not
 
 
@@ -55,11 +55,8 @@ def measure(variant: str, batch: int, length: int, width: int, taps: int, dtype:
 
 
 def floor(batch: int, length: int, width: int, dtype: torch.dtype) -> dict:
-    a = torch.empty(1 << 30, dtype=torch.int8, device="cuda")
-    b = torch.empty_like(a)
-    copy = graph_milliseconds(lambda: b.copy_(a), 5, 2) / (2 * a.numel())  # a byte
-    tensor = batch * length * width * dtype.itemsize
-    return {"variant": "floor", "fwd_ms": 2 * tensor * copy, "fwd_bwd_ms": 5 * tensor * copy}
+    ms = batch * length * width * dtype.itemsize / memory_bandwidth() * 1e3  # a tensor
+    return {"variant": "floor", "fwd_ms": 2 * ms, "fwd_bwd_ms": 5 * ms}
 
 
 def main(argv: list[str] | None = None) -> None:

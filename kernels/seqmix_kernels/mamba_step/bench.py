@@ -4,7 +4,7 @@
 
 E = 2M, N = 16, R = M/16, four taps. Every layer has weights and states of its own, so that they come from memory and not from
 the cache, as in a model. Microseconds a layer (../graph_timing.py); floor: weights once and
-states twice over the card's measured copy bandwidth.
+states twice over the card's bandwidth, measured.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import json
 
 import torch
 
-from ..graph_timing import graph_milliseconds
+from ..graph_timing import graph_milliseconds, memory_bandwidth
 from .op import mamba_step
 
 
@@ -32,13 +32,6 @@ def layer(batch: int, d_model: int, dtype: torch.dtype, g: torch.Generator) -> d
     }  # fmt: skip
 
 
-def copy_bandwidth() -> float:
-    """Bytes a second of a large copy, read and written."""
-    a = torch.empty(1 << 30, dtype=torch.int8, device="cuda")
-    b = torch.empty_like(a)
-    return 2 * a.numel() / graph_milliseconds(lambda: b.copy_(a), 5, 2) * 1e3
-
-
 @torch.no_grad()
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m seqmix_kernels.mamba_step.bench", description=__doc__)
@@ -47,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
     args = parser.parse_args(argv)
-    dtype, bandwidth = getattr(torch, args.dtype), copy_bandwidth()
+    dtype, bandwidth = getattr(torch, args.dtype), memory_bandwidth()
     about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "dtype": args.dtype, "M": args.d_model}
     for batch in map(int, args.batches.split(",")):
         g = torch.Generator("cuda").manual_seed(0)
