@@ -37,8 +37,7 @@ def layers():
 
 
 def fft_conv():
-    cases = (torch.bfloat16, False, "gelu"), (torch.float32, True, "silu"), (torch.float32, False, None)
-    for dtype, gated, activation in cases:
+    for dtype, gated, activation in ((torch.bfloat16, False, "gelu"), (torch.float32, True, "silu")):
         u = torch.zeros(2, 96, 64, dtype=dtype)
         given = u, torch.zeros(64, 96), torch.zeros(64), u.clone() if gated else None
         y, p = conv.forward(*given, activation)

@@ -93,7 +93,7 @@ CASES = [
     (s4d, (3,), 2, 33, 100),
     (s4d, (), 1, 16, 20_000),
     (dplr, 2, 5, 7, 132),
-    (dplr, 2, 32, 300, 132),
+    (dplr, 2, 32, 100, 132),
     (dplr, 1, 33, 128, 0),
     (dplr, 2, 3, 1, 132),
     (dplr, 1, 4, 2, 132),
@@ -105,8 +105,8 @@ CASES = [
     (fft_conv, 1, 1, 1, 1, "gelu", False, "float32", 1 << 28),
     (fft_conv, 2, 7, 3, 7, "silu", True, "float32", 1 << 28),
     (fft_conv, 1, 300, 33, 300, None, False, "float32", 1 << 28),
-    (fft_conv, 3, 67, 40, 20, "gelu", True, "float32", 1 << 14),
-    (fft_conv, 2, 64, 40, 64, None, True, "float16", 1 << 14),
+    (fft_conv, 2, 67, 70, 20, "gelu", True, "float32", 1 << 17),
+    (fft_conv, 2, 64, 40, 64, None, True, "float16", 1 << 28),
 ]
 
 if __name__ == "__main__":
