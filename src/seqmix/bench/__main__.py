@@ -48,19 +48,17 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, HydraException, OmegaConfBaseException) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    command = shlex.join(["python", "-m", "seqmix.bench", *arguments])
     if cfg.redraw:
         out = Path(cfg.redraw)
         rows = results.read(out / "points.jsonl")
-        command = rows[0]["command"] if rows else command
     else:
         out = Path(cfg.out or f"outputs/report/bench_{_card(cfg.device)}")
-        rows = measure_all(points, cfg, out, command)
-    paths = write(rows, out, command)
+        rows = measure_all(points, cfg, out, shlex.join(["python", "-m", "seqmix.bench", *arguments]))
+    paths = write(rows, out)
     print("\n".join(results.crossing_lines(rows)))
     print(*paths, sep="\n")
     if cfg.wandb != "disabled":
-        to_wandb(rows, out, cfg, command)
+        to_wandb(rows, out, cfg)
     return int(any(row["status"] in ("wrong", "failed") for row in rows))
 
 
@@ -109,23 +107,22 @@ def told(row: dict) -> str:
     return ", ".join(f"{key} {results.show(row[key])}" for key in keys if row.get(key) is not None)
 
 
-def write(rows: list[dict], out: Path, command: str) -> list[Path]:
+def write(rows: list[dict], out: Path) -> list[Path]:
     """report.md and the figures that have curves; their paths."""
     drawn = []
     for measure in results.MEASURES:
         curves = results.curves(rows, measure)
         if any(curves.values()):
             axis = {"context": "context, tokens", "training": "length, tokens", "decode": "batch"}[measure.part]
-            drawing = figures.figure(
-                measure.title, axis, measure.unit, curves, results.missing(rows, measure), results.caption(rows, command)
-            )
+            under = results.caption(rows, measure.part)
+            drawing = figures.figure(measure.title, axis, measure.unit, curves, results.missing(rows, measure), under)
             drawn.append(f"{measure.name}.svg")
             (out / drawn[-1]).write_text(drawing, encoding="utf-8")
-    (out / "report.md").write_text(results.markdown(rows, drawn, command), encoding="utf-8")
+    (out / "report.md").write_text(results.markdown(rows, drawn), encoding="utf-8")
     return [out / "report.md", out / "points.jsonl", *(out / name for name in drawn)]
 
 
-def to_wandb(rows: list[dict], out: Path, cfg: DictConfig, command: str) -> None:
+def to_wandb(rows: list[dict], out: Path, cfg: DictConfig) -> None:
     """A run with every row in a table, a line chart a measure, the figures, and the crossings."""
     try:
         import wandb
@@ -134,7 +131,7 @@ def to_wandb(rows: list[dict], out: Path, cfg: DictConfig, command: str) -> None
         return
     logger = WandbLogger(save_dir=Path("outputs").absolute(), project=cfg.project, group="bench", name=out.name, mode=cfg.wandb)
     with closing([logger]):
-        logger.log_hyperparams(OmegaConf.to_container(cfg, resolve=True) | {"command": command})
+        logger.log_hyperparams(OmegaConf.to_container(cfg, resolve=True) | {"commands": results.commands(rows)})
         columns = sorted({key for row in rows for key, v in row.items() if not isinstance(v, dict)})
         logger.log_table("points", columns=columns, data=[[row.get(key) for key in columns] for row in rows])
         for measure in results.MEASURES:

@@ -29,6 +29,9 @@ SPECIALS = {"H200": 16 * 132 * 1.98e9, "H100": 16 * 132 * 1.98e9, "A100": 16 * 1
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-3}  # relative error of the output; gradients are for the tests
 
 
+LONG = 16384
+
+
 class Case(NamedTuple):
     """op and impl by name; length, batch; width and inner: D and N of a scan, D and W of a convolution, heads and their
     width of attention, D and modes of an S4 kernel."""
@@ -71,6 +74,7 @@ SHAPES = {  # length, batch, width, inner, dtype
         "fft_conv": ((2048, 8, 768, 0, "bfloat16"),),
         "s4d_kernel": ((2048, 1, 768, 32, "float32"),),
         "dplr_kernel": ((2048, 1, 768, 32, "float32"),),
+        "cross_entropy": ((16384, 1, 50277, 0, "bfloat16"),),
     },
     "cpu": {
         "selective_scan": ((512, 2, 128, 16, "float32"),),
@@ -80,6 +84,7 @@ SHAPES = {  # length, batch, width, inner, dtype
         "fft_conv": ((512, 2, 128, 0, "float32"),),
         "s4d_kernel": ((512, 1, 128, 32, "float32"),),
         "dplr_kernel": ((512, 1, 128, 32, "float32"),),
+        "cross_entropy": ((512, 1, 1000, 0, "float32"),),
     },
 }
 PEERS = {"selective_scan": "mamba_ssm", "causal_conv1d": "causal_conv1d"}  # by op: module of another's kernel
@@ -98,7 +103,9 @@ def cases(device: str, ops: list[str] | None = None) -> list[Case]:
         impls = [*OPS[name].impls]
         if name in PEERS and importlib.util.find_spec(PEERS[name]):
             impls.append(PEERS[name])
-        found += [Case(name, impl, *shape) for shape in shapes for impl in impls]
+        # a loop over so many steps in plain torch is minutes, and is known from shorter ones
+        compiled = [impl for impl in impls if impl in ("fused", PEERS.get(name))]
+        found += [Case(name, impl, *shape) for shape in shapes for impl in (impls if shape[0] < LONG else compiled)]
     return found
 
 
@@ -150,11 +157,13 @@ def kernel_cost(case: Case, device: torch.device, seconds: float) -> dict:
     once, twice = op.work(case, dtype.itemsize)
     numbers |= floors(case, device, dtype, once, "forward_ms", numbers, "")
     if twice is not None:
-        leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
+        leaves = [t.detach().requires_grad_() if t.is_floating_point() else t for t in tensors]
         dy = torch.randn_like(run(*leaves).detach())
 
+        given = [t for t in leaves if t.requires_grad]
+
         def both() -> None:
-            torch.autograd.grad(run(*leaves), leaves, dy)
+            torch.autograd.grad(run(*leaves), given, dy)
 
         try:
             numbers |= {f"both_{name}": v for name, v in zip(names, timed(both), strict=True)}
@@ -209,7 +218,7 @@ def floors(case: Case, device: torch.device, dtype: torch.dtype, work: Work, tim
 
 
 def shape_of(case: Case) -> str:
-    values = {"B": case.batch, "L": case.length, "D": case.width, "H": case.width, "E": case.width}
+    values = {"B": case.batch, "L": case.length, "D": case.width, "H": case.width, "E": case.width, "V": case.width}
     values |= {"N": case.inner, "W": case.inner, "P": case.inner, "M": case.inner}
     letters = OPS[case.op].letters
     return " ".join(f"{letter}{values[letter]}" for letter in letters) + f" {case.dtype}"
@@ -384,6 +393,24 @@ def _s4_kernel(name: str) -> Op:
     return Op(s4_kernel.IMPLS[1:], inputs, run, check, work, "LDM")
 
 
+def _cross_entropy() -> Op:
+    from seqmix_kernels.cross_entropy import IMPLS, cross_entropy
+
+    def inputs(case, normal, dtype):
+        logits = normal(case.length, case.width).to(dtype)
+        return logits, torch.arange(case.length, device=logits.device) % case.width
+
+    def check(tensors, losses):
+        logits, targets = (t[:PIECE] for t in tensors)
+        return losses[:PIECE], cross_entropy(logits.double(), targets, impl="reference")
+
+    def work(case, size):
+        numbers = case.length * case.width
+        return Work(numbers * size, 0, numbers), Work(3 * numbers * size, 0, 2 * numbers)
+
+    return Op(IMPLS[1:], inputs, lambda case, t: cross_entropy(*t, impl=case.impl), check, work, "LV")
+
+
 def _call(module: object, name: str) -> Callable:
     """A function, or that of the same name in the module that was imported in its place."""
     return module if callable(module) else getattr(module, name)
@@ -397,4 +424,5 @@ OPS: dict[str, Op] = {
     "fft_conv": _fft_conv(),
     "s4d_kernel": _s4_kernel("s4d_kernel"),
     "dplr_kernel": _s4_kernel("dplr_kernel"),
+    "cross_entropy": _cross_entropy(),
 }

@@ -165,9 +165,9 @@ def crossing_lines(rows: Sequence[Row]) -> list[str]:
 # The report
 
 
-def markdown(rows: Sequence[Row], figures: Sequence[str], command: str) -> str:
+def markdown(rows: Sequence[Row], figures: Sequence[str]) -> str:
     """report.md: conditions, figures, a table a number, crossings, kernels, what has no number and why."""
-    lines = ["# What each architecture costs", "", conditions(rows), "", f"`{command}`", ""]
+    lines = ["# What each architecture costs", "", conditions(rows), "", *(f"`{c}`  " for c in commands(rows)), ""]
     lines += [f"![{name.removesuffix('.svg')}]({name})" for name in figures] + [""]
     for part, heading in (("training", "Training, a step"), ("context", "Inference at batch 1"), ("decode", "Decoding")):
         of_part = [row for row in rows if row["part"] == part]
@@ -213,14 +213,18 @@ def conditions(rows: Sequence[Row]) -> str:
     return "; ".join(parts) + ". Medians; a process a point; warm-up and first call not among the timed ones."
 
 
-def caption(rows: Sequence[Row], command: str) -> list[str]:
-    """Under a figure: the command; card and date."""
-    measured = next((row for row in rows if row["status"] == "ok"), None)
-    if measured is None:
-        return [command]
-    env = measured["environment"]
-    precision = measured.get("autocast") or "float32"
-    return [command, f"{env['device_name']}, torch {env['torch']}, {precision}, {measured['date'][:10]}"]
+def commands(rows: Sequence[Row]) -> list[str]:
+    """What was typed for these rows, each once."""
+    return list(dict.fromkeys(row["command"] for row in rows))
+
+
+def caption(rows: Sequence[Row], part: str) -> list[str]:
+    """Under a figure of a part: the command; card and date."""
+    rows = [row for row in rows if row["part"] == part]
+    measured = next((row for row in rows if row["status"] == "ok"), rows[0])
+    precision, env = measured.get("autocast") or "float32", measured.get("environment", {})
+    where = f"{env.get('device_name')}, torch {env.get('torch')}, {precision}, {measured['date'][:10]}"
+    return ["; ".join(commands(rows)), where]
 
 
 def _about(part: str, rows: Sequence[Row]) -> list[str]:
