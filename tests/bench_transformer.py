@@ -78,6 +78,7 @@ def measure(name, make, args):
         end.synchronize()
         times.append(start.elapsed_time(end))
     ms = sorted(times)[10]
+    peak = torch.cuda.max_memory_allocated() / 2**20
     fresh = torch.randint(VOCAB, tokens.shape, device="cuda")  # of tokens that follow from nothing no model knows the next
     with torch.autocast("cuda", torch.bfloat16):
         unseen = run(fresh, torch.cat((fresh[:, 1:], torch.full_like(fresh[:, :1], -100)), 1)).item()
@@ -85,7 +86,7 @@ def measure(name, make, args):
     print(
         f"| {name} | {parameters / 1e6:.1f} M | B{args.batch} L{args.length} | {'compiled' if args.compile else 'eager'} | "
         f"{ms:.2f} ms ({min(times):.2f} to {max(times):.2f}) | {args.batch * args.length / ms:.1f} k tokens/s | "
-        f"{torch.cuda.max_memory_allocated() / 2**20:,.0f} MiB | first step {first:.1f} s | "
+        f"{peak:,.0f} MiB | first step {first:.1f} s | "
         f"loss {first_loss:.3f} to {last:.3f}, of tokens never seen {unseen:.2f} |",
         flush=True,
     )
