@@ -27,23 +27,23 @@ from .op import IMPLS, selective_scan, why_not
 
 def naive(x, dt, A, B, C):
     """The exponential inside the loop over steps."""
-    h, ys = x.new_zeros(x.shape[0], *A.shape), []
-    B, C = B[:, :, 0], C[:, :, 0]
+    h, ys = A.new_zeros(x.shape[0], *A.shape), []
+    B, C = B[:, :, 0], C[:, :, 0].to(A.dtype)
     for x_t, dt_t, B_t, C_t in zip(x.unbind(1), dt.unbind(1), B.unbind(1), C.unbind(1), strict=True):
         h = torch.exp(dt_t.unsqueeze(2) * A) * h + (dt_t * x_t).unsqueeze(2) * B_t.unsqueeze(1)
         ys.append((h @ C_t.unsqueeze(2)).squeeze(2))
-    return torch.stack(ys, 1)
+    return torch.stack(ys, 1).to(x.dtype)
 
 
 def naive_precomputed(x, dt, A, B, C):
     """Decays and inputs of all steps first, then the loop, then all outputs."""
     decay = torch.exp(dt.unsqueeze(3) * A)  # (B, L, D, N)
     b = (dt * x).unsqueeze(3) * B
-    h, states = x.new_zeros(x.shape[0], *A.shape), []
+    h, states = A.new_zeros(x.shape[0], *A.shape), []
     for decay_t, b_t in zip(decay.unbind(1), b.unbind(1), strict=True):
         h = decay_t * h + b_t
         states.append(h)
-    return (torch.stack(states, 1) @ C[:, :, 0].unsqueeze(3)).squeeze(3)
+    return (torch.stack(states, 1) @ C[:, :, 0].to(A.dtype).unsqueeze(3)).squeeze(3).to(x.dtype)
 
 
 LOOPS = {"naive": naive, "naive_precomputed": naive_precomputed}

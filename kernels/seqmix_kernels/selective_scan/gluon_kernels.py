@@ -856,8 +856,10 @@ def bwd_kernel(
                     dz *= rcp(zf) + (1.0 - sg)
                 else:
                     dz *= sg + sl * (1.0 - sg)
-                # asked here, not first before the steps: there the answer would wait for the loads of the next tile too
-                if mark == 0:
+                if PRE:  # ask here, not first before the steps: there the answer would wait for the next tile's loads too
+                    if mark == 0:
+                        store_rows(dz_ptr + ob, D, again(tv, PRE) + t0, dv, dz, L, D, EVEN)
+                else:
                     store_rows(dz_ptr + ob, D, again(tv, PRE) + t0, dv, dz, L, D, EVEN)
             gy = gy * sl
         if REUSE:
