@@ -24,7 +24,7 @@ ARROWS = {
     "src/hydra_plugins": ("seqmix.sweep",),
     "src/seqmix/callbacks": ("seqmix.measure", "seqmix.costs", "seqmix.callbacks"),
     "src/seqmix/tasks": ("seqmix.tasks",),
-    "src/seqmix/metrics.py": (),
+    "src/seqmix/metrics.py": ("seqmix_kernels",),
     "src/seqmix/optim.py": (),
     "src/seqmix/measure.py": (),
     "src/seqmix/decode.py": ("seqmix.measure",),

@@ -14,9 +14,10 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torchmetrics import Metric
+
+from seqmix_kernels.cross_entropy import cross_entropy
 
 IGNORE = -100
 
@@ -26,7 +27,7 @@ def scored_cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tenso
 
     The loss of a token is float32; their sum is float64, so that it does not depend on the batch size.
     """
-    losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="none")
+    losses = cross_entropy(logits.flatten(0, 1), targets.flatten(), IGNORE)
     return losses.sum(dtype=torch.float64), (targets != IGNORE).sum()
 
 
