@@ -9,7 +9,7 @@ graph   the same as a replayed CUDA graph of one call: without the host's share
 peer    the same by mamba_ssm's CUDA kernel, where it is installed
 states  time against N
 forms   the same shapes by plain Triton, and by Gluon with other numbers of segments
-family  every implementation, and the loops one would write first, against L: one JSON line a point
+family  every implementation, and the loops one would write first, against L: one JSON line a point (also on a CPU)
 figure  draws those lines
 """
 
@@ -249,27 +249,31 @@ def peer(shapes=SHAPES):
         print(f"{name:44s} fwd {f:7.3f} ms {fp:6.0f} MiB   fwd+bwd {t:8.3f} ms {tp:6.0f} MiB", flush=True)
 
 
-def family(lengths=(16, 64, 256, 1024, 4096, 16384, 65536, 131072), width=1536, n=16, most=1000.0):
-    """B1, bfloat16, no options: forward + backward of all variants. One that would take over `most` ms is left out."""
+def family(lengths=(16, 64, 256, 1024, 4096, 16384, 65536, 131072), n=16, most=1000.0):
+    """B1, no options: forward + backward of all variants; bfloat16 and D1536 on a GPU, float32 and D64 on a CPU. One that
+    would take over `most` ms is left out."""
+    cuda = torch.cuda.is_available()
+    device, dtype, width = ("cuda", torch.bfloat16, 1536) if cuda else ("cpu", torch.float32, 64)
     last = {}
     for length in lengths:
         for name in (*bench.LOOPS, *op.IMPLS[1:]):
-            if name == "cpu":
+            shape = [1, length, width, n]
+            if name in op.IMPLS and op.why_not(name, torch.empty(1, dtype=dtype, device=device)):
                 continue
-            row = {"variant": name, "shape": f"B1 L{length} D{width} N{n}", "length": length, "dtype": "bfloat16",
-                   "device": torch.cuda.get_device_name(), "torch": torch.__version__}  # fmt: skip
+            row = {"variant": name, "length": length} | bench.conditions(shape, dtype, device)
             before_length, before_ms = last.get(name, (length, 0.0))
             expected = before_ms * length / before_length
             if expected > most or expected != expected:
                 print(json.dumps(row | {"status": "skipped", "expected_ms": expected}), flush=True)
                 continue
             try:
-                row |= bench.measure(name, [1, length, width, n], torch.bfloat16, "cuda", 0.3)
+                row |= bench.measure(name, shape, dtype, device, 0.3)
                 last[name] = length, row["fwd_bwd_ms"]
-            except torch.cuda.OutOfMemoryError:
+            except (torch.cuda.OutOfMemoryError, MemoryError):
                 row["status"] = "out of memory"
                 last[name] = length, float("nan")
-            torch.cuda.empty_cache()
+            if cuda:
+                torch.cuda.empty_cache()
             print(json.dumps(row), flush=True)
 
 
@@ -285,13 +289,14 @@ def figure(source, target):
         mine = [r for r in rows if r["variant"] == name and "fwd_bwd_ms" in r]
         for axis, key in zip(axes, ("fwd_bwd_ms", "peak_mib"), strict=True):
             axis.plot([r["length"] for r in mine], [r[key] for r in mine], marker="o", markersize=3, label=name)
-    for axis, title in zip(axes, ("forward + backward, ms", "peak above the inputs, MiB"), strict=True):
+    kind = "resident" if rows[0]["dtype"] == "float32" else "allocated"
+    for axis, title in zip(axes, ("forward + backward, ms", f"peak {kind} above the inputs, MiB"), strict=True):
         axis.set(xscale="log", yscale="log", xlabel="L", title=title)
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize=8)
     about = rows[0]
-    drawn.suptitle(f"Selective scan, {about['device']}, {about['shape'].replace('L16 ', '')}, {about['dtype']}, torch "
-                   f"{about['torch']}", fontsize=10)  # fmt: skip
+    drawn.suptitle(f"Selective scan, {about['device']}, {about['shape'].replace('L16 ', '')}, {about['dtype']}, "
+                   f"{about['threads']} threads, torch {about['torch']}", fontsize=10)  # fmt: skip
     drawn.savefig(target)
 
 
@@ -322,9 +327,10 @@ def first():
 def main(parts):
     if parts and parts[0] == "figure":
         return figure(*parts[1:])
-    print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__)
-    torch.zeros(1, device="cuda")
-    first()
+    if torch.cuda.is_available():
+        print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__)
+        torch.zeros(1, device="cuda")
+        first()
     for part in parts or ("check", "speed"):
         PARTS[part]()
     return None
