@@ -212,14 +212,14 @@ def test_auto_on_a_gpu_takes_the_fastest_that_is_right(monkeypatch):
     """A clock that lies, and backends that fail or are wrong: the choice and its reasons."""
     speeds = {"fa4": 1.04, "fa2": None, "cudnn": 1.0, "flash": 0.5, "efficient": 3.0}
 
-    def measured(run, case):
-        name = run.args[0]
-        if name == "flash":
+    def checked(run, case):
+        if run.args[0] == wrong:
             raise ArithmeticError("dq is off by 3.0e-01 of its norm, 1.6e-02 is allowed")
-        return speeds[name]
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(op.probe, "milliseconds", measured)
+    wrong = "flash"
+    monkeypatch.setattr(op.probe, "check", checked)
+    monkeypatch.setattr(op.probe, "milliseconds", lambda run, case: speeds[run.args[0]])
     monkeypatch.setattr(op, "why_not", lambda impl, case: "not installed" if impl == "fa2" else None)
     case = Case(torch.device("cuda"), torch.bfloat16, 64, 1, train=True)
     name, reason = op._decide(case)
@@ -228,18 +228,41 @@ def test_auto_on_a_gpu_takes_the_fastest_that_is_right(monkeypatch):
     assert "fa2: not installed" in reason and "flash: failed its probe (ArithmeticError: dq is off" in reason
     speeds["fa4"] = 1.06
     assert op._decide(case)[0] == "cudnn"
-    name, reason = op._decide(case._replace(large=False))
-    assert name == "cudnn" and "fa4: so little work that launches take the time" in reason
+    small = case._replace(large=False)
+    name, reason = op._decide(small)  # by no clock
+    assert name == "efficient" and "fa4: slow to launch" in reason and "flash: failed its probe" in reason
+    wrong = None
+    assert op._decide(small)[0] == "flash"
 
     def broken(run, case):
         raise AssertionError
 
-    monkeypatch.setattr(op.probe, "milliseconds", broken)
+    monkeypatch.setattr(op.probe, "check", broken)
     name, reason = op._decide(case)
     assert name == "math" and reason.startswith("nothing else can run here") and "efficient: failed its probe" in reason
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="while a CUDA graph is captured"):
         op._decide(case)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("changed", [{}, {"windowed": True}, {"packed": True}, {"square": False}, {"train": False}], ids=str)
+def test_the_numeric_probe_tells_right_from_wrong(dtype, changed):
+    case = Case(torch.device("cpu"), dtype, 32, 2, train=True)._replace(**changed)
+    op.probe._compare(functools.partial(attention, impl="flash"), case)
+
+    def fewer_keys(q, k, v, window, *rest):
+        return attention(q, k, v, 60 if window is None else tuple(w - 1 for w in window), *rest, impl="flash")
+
+    def quarter_gradient(q, k, v, *rest):
+        y = attention(q, k, v, *rest, impl="flash")
+        return 0.75 * y.detach() + 0.25 * y
+
+    for wrong, words in ((fewer_keys, "y is off"), (quarter_gradient, "dq is off by 7.5e-01")):
+        if wrong is quarter_gradient and not case.train:
+            continue
+        with pytest.raises(ArithmeticError, match=words):
+            op.probe._compare(wrong, case)
 
 
 def test_b06_any_head_size():

@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 IMPLS = ("auto", "fa4", "fa2", "cudnn", "flash", "efficient", "math")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MASKED = ("efficient", "math")  # these take any mask; the others know causality, one window, and documents
+SMALL_ORDER = ("flash", "fa2", "efficient", "cudnn")  # by what their launches took on an H200; flash-attn-4's take longest
 LARGE = 2**28  # scores: half a millisecond of an H200, forward and backward
 
 
@@ -142,10 +143,10 @@ def why_not(impl: str, case: Case) -> str | None:
 def which_impl(case: Case) -> tuple[str, str]:
     """What "auto" takes, and why that and not what stands before it in IMPLS: ("cudnn", "fastest of ...; fa4: ...").
 
-    On a GPU every candidate runs once against "math", forward and backward, and those that agree are timed: over 2^30 scores
-    where the case is large, else over 2^23, launches included. A candidate must be 5 % faster than one before it to be
-    taken in its place. flash-attn-4 is left out where the case is small: it would compile for longer than it could save,
-    and takes longer to launch. Kept for the life of the process.
+    On a GPU every candidate runs once against "math", forward and backward, and those that agree are timed, over 2^30 scores;
+    one must be 5 % faster than those before it to be taken in their place. Where the case is small launches take the time,
+    and a clock would choose by chance, another on every rank: the first of SMALL_ORDER that agrees is taken. Kept for the
+    life of the process.
     """
     return _decide_as_constant(*case)
 
@@ -173,22 +174,32 @@ def _decide(case: Case) -> tuple[str, str]:
         return "math", "float64 is for checking: the plain equation"
     reasons = {name: why_not(name, case) for name in IMPLS[1:]}
     if case.device.type == "cuda" and not case.large:
-        reasons["fa4"] = reasons["fa4"] or "so little work that launches take the time"
+        reasons["fa4"] = reasons["fa4"] or "slow to launch, and compiles for seconds"
     able = [name for name, reason in reasons.items() if reason is None]
     told = [f"{name}: {reason}" for name, reason in reasons.items() if reason is not None]
     if case.device.type == "cuda" and not case.cached:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("nothing can be measured while a CUDA graph is captured: call attention once before")
-        times = {}
-        for name in able[:-1]:  # all but math, which they are compared with
+        right, times = [], {}
+        # all but math, which they are compared with
+        for name in able[:-1] if case.large else sorted(able[:-1], key=SMALL_ORDER.index):
+            run = functools.partial(_attention, name)
             try:
-                times[name] = probe.milliseconds(functools.partial(_attention, name), case)
+                probe.check(run, case)
+                if case.large:
+                    times[name] = probe.milliseconds(run, case)
+                right.append(name)
             except Exception as error:  # whatever it is, it is told, and the next one is asked
                 line = (str(error).splitlines() or [""])[0]
                 told.append(f"{name}: failed its probe ({type(error).__name__}: {line[:200]})")
-        best = next((n for n in times if all(times[n] < 1.05 * times[m] for m in times)), "math")
-        speeds = ", ".join(f"{n} {ms:.3f}" for n, ms in times.items())
-        return best, "; ".join([f"fastest of {speeds} ms" if times else "nothing else can run here", *told])
+            if right and not case.large:
+                break
+        if not right:
+            return "math", "; ".join(["nothing else can run here", *told])
+        if not case.large:
+            return right[0], "; ".join(["so little work that launches take the time: quick to launch", *told])
+        best = next(n for n in right if all(times[n] < 1.05 * times[m] for m in right))
+        return best, "; ".join([f"fastest of {', '.join(f'{n} {times[n]:.3f}' for n in right)} ms", *told])
     return able[0], "; ".join(told) or "the first choice"
 
 

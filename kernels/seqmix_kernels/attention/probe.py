@@ -1,19 +1,34 @@
 """Is an implementation right on the device at hand, and how fast? Run once a case, before the first real call."""
 
+import contextlib
+
 import torch
 
 CHECKED = (2, 333, 2)  # B, L, key heads of the numeric probe: L is no multiple of any tile
-SMALL, LARGE = (4, 512, 8), (4, 4096, 16)
+TIMED = (4, 4096, 16)
 REPEATS = 8
 HEAD_START = 60_000_000  # cycles the GPU sleeps, while the host queues the calls that are timed: some 30 ms
 
 
-def milliseconds(run, case) -> float:
-    """Mean time of a call of `run` in this case, backward included where the case trains. ArithmeticError where it is wrong.
+def check(run, case) -> None:
+    """ArithmeticError where `run` is wrong in this case: outputs and, where the case trains, gradients may be off, in norm,
+    by four rounding units of their dtype from the equation in float32. Dropout, whose draws differ, is not compared."""
+    if case.dropout:
+        return
+    with _apart(case):
+        _compare(run, case)
 
-    In a large case the GPU's time alone; else as the host gives the calls. Outputs and gradients may be off, in norm, by four
-    rounding units of their dtype from the equation in float32.
-    """
+
+def milliseconds(run, case) -> float:
+    """Mean time of the GPU for a call of `run` in this case, backward included where the case trains."""
+    with _apart(case):
+        leaves, options, dy = _inputs(case, *TIMED)
+        return _time(lambda: _outputs(run, leaves, options, dy))
+
+
+@contextlib.contextmanager
+def _apart(case):
+    """On the case's device, and nothing of the caller's (autocast, inference mode, random numbers) touched or seen."""
     with (
         torch.cuda.device(case.device),
         torch.device(case.device),
@@ -22,10 +37,7 @@ def milliseconds(run, case) -> float:
         torch.inference_mode(False),
     ):
         torch.manual_seed(0)
-        if not case.dropout:  # whose draws differ
-            _compare(run, case)
-        leaves, options, dy = _inputs(case, *(LARGE if case.large else SMALL))
-        return _time(lambda: _outputs(run, leaves, options, dy), HEAD_START if case.large else 0)
+        yield
 
 
 def _inputs(case, B, L, H_kv):
@@ -63,13 +75,12 @@ def _compare(run, case):
             raise ArithmeticError(f"{name} is off by {error:.1e} of its norm, {budget:.1e} is allowed")
 
 
-def _time(call, head_start: int) -> float:
+def _time(call) -> float:
     for _ in range(3):
         call()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
-    if head_start:
-        torch.cuda._sleep(head_start)
+    torch.cuda._sleep(HEAD_START)
     start.record()
     for _ in range(REPEATS):
         call()
