@@ -62,6 +62,16 @@ def test_a_prompt_leaves_a_state_of_the_bytes_that_are_held(name):
     assert numbers["prefill_ms"] > 0 and numbers["prefill_tokens_per_second"] == pytest.approx(210e3 / numbers["prefill_ms"])
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@over_models
+def test_the_allocator_holds_the_bytes_of_the_state(name):
+    prompt = costs.random_tokens(V, 3, 70, torch.device("cuda"))
+    numbers = costs.prompt_cost(make(name).cuda(), prompt, autocast=torch.bfloat16, seconds=0.01)
+    rounded = numbers["state_bytes"] + 512 * numbers["state_tensors"]  # the allocator's smallest piece
+    assert numbers["state_bytes"] <= numbers["state_bytes_measured"] <= 1.35 * rounded
+
+
 @over_models
 def test_a_token_is_decoded_for_as_many_rows_as_asked(name):
     numbers = costs.decoding_cost(make(name), tokens(2, 20), batch=5, seconds=0.01)

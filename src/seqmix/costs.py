@@ -148,9 +148,7 @@ def prompt_cost(model: nn.Module, tokens: Tensor, *, autocast: torch.dtype | Non
     device, dtype = tokens.device, autocast or next(model.parameters()).dtype
     model.eval()
     with _precision(device, autocast):
-        short = tokens[:1, :CHECKED]
-        logits, _ = model.prefill(short, model.init_state(1))
-        error = _checked(model, short, logits.float(), dtype)
+        error = _prompt_error(model, tokens[:1, :CHECKED], dtype)
 
         def prefill() -> tuple[Tensor, object]:
             return model.prefill_last(tokens, model.init_state(len(tokens)))
@@ -320,6 +318,11 @@ def _checked(model: nn.Module, tokens: Tensor, logits: Tensor, dtype: torch.dtyp
     if not error <= TOLERANCE[dtype]:  # NaN is not
         raise WrongError(f"logits are {error:.2e} from those in float64, relatively; {dtype} may be {TOLERANCE[dtype]:.0e}")
     return error
+
+
+def _prompt_error(model: nn.Module, tokens: Tensor, dtype: torch.dtype) -> float:
+    logits, _ = model.prefill(tokens, model.init_state(1))
+    return _checked(model, tokens, logits.float(), dtype)
 
 
 def _decoding_error(model: nn.Module, prompt: Tensor, autocast: torch.dtype | None, dtype: torch.dtype) -> float:

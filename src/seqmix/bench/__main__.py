@@ -53,7 +53,8 @@ def main(arguments: list[str] | None = None) -> int:
         rows = results.read(out / "points.jsonl")
     else:
         out = Path(cfg.out or f"outputs/report/bench_{_card(cfg.device)}")
-        rows = measure_all(points, cfg, out, shlex.join(["python", "-m", "seqmix.bench", *arguments]))
+        typed = [a for a in arguments if not a.startswith("out=")]  # where it is written to is of no number
+        rows = measure_all(points, cfg, out, shlex.join(["python", "-m", "seqmix.bench", *typed]))
     paths = write(rows, out)
     print("\n".join(results.crossing_lines(rows)))
     print(*paths, sep="\n")

@@ -1,16 +1,20 @@
 """Curves as SVG files that stand alone: in a README, light or dark, at any width.
 
-Both axes are logarithmic. A cell without a number is a cross at the edge, with its status: out of memory is a result.
+Both axes are logarithmic. A line is dotted over x where others have points and its own has none. A cell without a number is a
+cross at the edge, with its status: out of memory is a result.
 """
 
 from __future__ import annotations
 
 import html
+import itertools
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 
 WIDTH, HEIGHT = 720, 430
 LEFT, RIGHT, TOP, BOTTOM = 74, 18, 84, 92
+CAPTION_WIDTH = 112  # characters of a line
 # the colours of report/page.css, light and dark: apart in the common kinds of colour blindness
 LIGHT = ("#0b64ad", "#d1570b", "#078265", "#a23b8f", "#a67700", "#3b9ccf", "#5b5b5b", "#7c4520")
 DARK = ("#62aef2", "#ff9350", "#40c8a2", "#e391d2", "#e5b843", "#a3dcff", "#b9b9b9", "#cf9c78")
@@ -32,6 +36,7 @@ def figure(
         raise ValueError(f"there is nothing to draw for {title!r}")
     low, high = math.floor(math.log10(min(ys)) * 3 - 0.3) / 3, math.ceil(math.log10(max(ys)) * 3 + 0.3) / 3
     right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
+    lines = [part for line in caption for part in textwrap.wrap(line, CAPTION_WIDTH)]
 
     def at_x(x: float) -> float:
         if len(xs) == 1:
@@ -41,7 +46,7 @@ def figure(
     def at_y(y: float) -> float:
         return bottom - (bottom - TOP) * (math.log10(y) - low) / (high - low)
 
-    parts = [_head(title, len(curves))]
+    parts = [_head(title, len(curves), HEIGHT + 15 * max(0, len(lines) - 2))]
     for y in _ticks(low, high):
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{at_y(y):.1f}" y2="{at_y(y):.1f}"/>')
         parts.append(f'<text class="soft" x="{LEFT - 8}" y="{at_y(y) + 4:.1f}" text-anchor="end">{_number(y)}</text>')
@@ -50,17 +55,20 @@ def figure(
         parts.append(f'<text class="soft" x="{at_x(x):.1f}" y="{bottom + 18}" text-anchor="middle">{x:,.0f}</text>')
     parts.append(f'<text class="soft" x="{right}" y="{bottom + 36}" text-anchor="end">{_text(x_label)}</text>')
     parts.append(f'<text class="soft" x="{LEFT - 62}" y="{TOP - 12}">{_text(y_label)}</text>')
-    for i, line in enumerate(caption):
-        parts.append(f'<text class="fine" x="12" y="{HEIGHT - 28 + 16 * i}">{_text(line)}</text>')
+    for i, line in enumerate(lines):
+        parts.append(f'<text class="fine" x="12" y="{HEIGHT - 28 + 15 * i}">{_text(line)}</text>')
 
     across = 12.0
     for i, (name, curve) in enumerate(curves.items()):
+        if not curve and name not in missing:  # not measured; the next ones keep their colours
+            continue
         parts += [_mark(i, across + 6, 48), f'<text x="{across + 17:.0f}" y="52">{_text(name)}</text>']
         across += 34 + 8.2 * len(name)
         points = [(at_x(x), at_y(curve[x])) for x in sorted(curve)]
-        if len(points) > 1:
-            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-            parts.append(f'<polyline class="line s{i % len(LIGHT)}" points="{path}"/>')
+        for a, b in itertools.pairwise(sorted(curve)):
+            over = any(a < x < b for x in xs)  # what lies between is not measured
+            ends = f'x1="{at_x(a):.1f}" y1="{at_y(curve[a]):.1f}" x2="{at_x(b):.1f}" y2="{at_y(curve[b]):.1f}"'
+            parts.append(f'<line class="line s{i % len(LIGHT)}{" over" if over else ""}" {ends}/>')
         parts += [_mark(i, x, y) for x, y in points]
     taken: dict[float, int] = {}
     for i, name in enumerate(curves):
@@ -70,16 +78,18 @@ def figure(
     return "\n".join([*parts, "</svg>\n"])
 
 
-def _head(title: str, series: int) -> str:
+def _head(title: str, series: int, height: int) -> str:
     def colours(of: Sequence[str]) -> str:
         return " ".join(f".s{i}{{color:{colour}}}" for i, colour in enumerate(of[: max(series, 1)]))
 
-    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{_text(title)}">
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{_text(title)}">
 <style>
 svg {{ background: #fdfdfb; font: 13px ui-sans-serif, system-ui, -apple-system, "Segoe UI", Roboto, Arial, sans-serif; }}
 text {{ fill: #1c1e21; }} .soft, .fine {{ fill: #5d626a; }}
 .fine {{ font-size: 11px; }} .title {{ font-size: 17px; font-weight: 600; }}
-.grid {{ stroke: #ecebe6; }} .line {{ fill: none; stroke: currentColor; stroke-width: 2; }} .mark {{ fill: currentColor; }}
+.grid {{ stroke: #ecebe6; }}
+.line {{ stroke: currentColor; stroke-width: 2; stroke-linecap: round; }}
+.over {{ stroke-dasharray: 2 5; }} .mark {{ fill: currentColor; }}
 .cross {{ fill: none; stroke: currentColor; stroke-width: 2; }} {colours(LIGHT)}
 @media (prefers-color-scheme: dark) {{
 svg {{ background: #14161a; }} text {{ fill: #e7e7e4; }} .soft, .fine {{ fill: #a0a5ad; }} .grid {{ stroke: #262a30; }}

@@ -99,12 +99,12 @@ def curves(rows: Iterable[Row], measure: Measure) -> dict[str, Curve]:
 
 
 def missing(rows: Iterable[Row], measure: Measure) -> dict[str, dict[float, str]]:
-    """Series -> x -> the status of a cell that has no number: out of memory is a result."""
+    """Series -> x -> the status of a cell that was tried and has no number: out of memory is a result."""
     rows = [row for row in rows if row["part"] == measure.part]
     sizes = len({row["size"] for row in rows})
     found: dict[str, dict[float, str]] = {}
     for row in rows:
-        if row["status"] != "ok":
+        if row["status"] not in ("ok", "not run"):
             found.setdefault(series(row, sizes), {})[row[measure.axis]] = row["status"]
     return found
 
@@ -204,7 +204,7 @@ def conditions(rows: Sequence[Row]) -> str:
     parts = [
         f"{env['device_name']}, torch {env['torch']}" + (f", Triton {env['triton']}" if env["triton"] else ""),
         f"products in {measured.get('autocast') or 'float32'}, {env['threads']} CPU threads, {measured['date'][:10]}",
-        f"commit {measured['commit'] or 'unknown'}",
+        f"commit {', '.join(dict.fromkeys(row['commit'] or 'unknown' for row in rows if row['status'] == 'ok'))}",
     ]
     if clocks:
         parts.append(f"SM clock {clocks[0]:.0f} to {clocks[-1]:.0f} MHz")
