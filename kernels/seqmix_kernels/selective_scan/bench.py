@@ -113,6 +113,16 @@ def measure(variant: str, shape: list[int], dtype: torch.dtype, device: str, sec
     return {"variant": variant, "inference_ms": forward, "fwd_bwd_ms": both, "calls": count, "peak_mib": peak}
 
 
+def alone(variant: str, shape: list[int], dtype: torch.dtype, device: str, seconds: float) -> dict:
+    """`measure` in a process of its own, so that its peak is its own. RuntimeError with its last words where it fails."""
+    settings = ["--shape", *map(str, shape), "--dtype", str(dtype).removeprefix("torch."), "--device", device]
+    child = [sys.executable, "-m", "seqmix_kernels.selective_scan.bench", *settings, "--seconds", str(seconds)]
+    done = subprocess.run([*child, "--child", variant], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip().splitlines() or ["killed"])[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def _resident_mib(lower_the_mark: bool = False) -> float:
     """The process's largest resident size so far; lowered first to what it holds now, where Linux lets us."""
     if lower_the_mark and os.access("/proc/self/clear_refs", os.W_OK):
@@ -153,19 +163,16 @@ def main(argv: list[str] | None = None) -> None:
         return
     probe = torch.empty(1, dtype=dtype, device=args.device)
     names = args.only.split(",") if args.only else [*LOOPS, *(i for i in IMPLS[1:] if why_not(i, probe) is None)]
-    settings = ["--shape", *map(str, args.shape), "--dtype", args.dtype, "--device", args.device]
-    settings += ["--seconds", str(args.seconds)]
     about = conditions(args.shape, dtype, args.device)
     print(", ".join(f"{key} {value}" for key, value in about.items()))
     print(f"{'variant':<18}{'inference ms':>14}{'fwd+bwd ms':>13}{'calls':>7}{'peak MiB':>10}{'faster':>9}{'memory':>9}")
     rows = []
     for name in names:
-        child = [sys.executable, "-m", "seqmix_kernels.selective_scan.bench", *settings, "--child", name]
-        done = subprocess.run(child, capture_output=True, text=True, check=False)
-        if done.returncode:
-            print(f"{name:<18}failed: {(done.stderr.strip().splitlines() or ['killed'])[-1]}")
+        try:
+            row = alone(name, args.shape, dtype, args.device, args.seconds)
+        except RuntimeError as failed:
+            print(f"{name:<18}failed: {failed}")
             continue
-        row = json.loads(done.stdout.splitlines()[-1])
         rows.append(row)
         # against the faster of the loops measured so far, in this same run
         loops = [r for r in rows if r["variant"] in LOOPS]
