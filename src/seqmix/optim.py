@@ -19,8 +19,8 @@ Marks = dict[str, dict]  # name of a parameter -> what was declared of it
 
 
 def marks_of(model: nn.Module) -> Marks:
-    """What the parameters of `model` declare. A copy or a share of a parameter is a new object and declares nothing:
-    one who copies or shards the model reads the marks before."""
+    """What the parameters of `model` declare. A share of a parameter is a new object and declares nothing: one who shards
+    the model reads the marks before."""
     return {name: p._optim for name, p in model.named_parameters() if hasattr(p, "_optim")}
 
 
