@@ -1,7 +1,6 @@
 """The laws of mixers/base.py over every model of conf/model, then each paper's equations by themselves."""
 
 import inspect
-import math
 from pathlib import Path
 
 import numpy as np
@@ -244,6 +243,17 @@ def test_parameters_are_real_and_float32(name):
 
 
 # -- recurrent networks -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["lstm", "rnn"])
+def test_a_recurrent_layer_takes_a_long_row_in_pieces(name, monkeypatch):
+    mixer, x = make(name), normal(2, 11, D).requires_grad_()
+    whole = mixer(x)
+    (gradient,) = torch.autograd.grad(whole.square().sum(), x)
+    monkeypatch.setattr("seqmix.mixers.base.PIECE", 4)
+    pieces = mixer(x)
+    torch.testing.assert_close(pieces, whole)
+    torch.testing.assert_close(torch.autograd.grad(pieces.square().sum(), x)[0], gradient)
 
 
 def test_lstm_is_its_equation_and_remembers_at_the_start():

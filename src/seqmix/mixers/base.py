@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 State = NamedTuple  # of tensors (or further such tuples), the batch in their first axis
+PIECE = 32_768  # steps of one call of a recurrent layer: cuDNN refused 131,072
 
 
 class Mixer(nn.Module):
@@ -72,6 +73,17 @@ class Mixer(nn.Module):
         super().__setstate__(state)
         for name, mark in marks.items():
             self._parameters[name]._optim = mark
+
+
+def in_pieces(layer: nn.RNNBase, x: Tensor, state: Tensor | tuple) -> tuple[Tensor, Tensor | tuple]:
+    """y, state = layer(x, state) of a recurrent layer of torch, for x (B, L, D) of any length above 0."""
+    if x.shape[1] <= PIECE:
+        return layer(x, state)
+    outputs = []
+    for piece in x.split(PIECE, dim=1):
+        y, state = layer(piece, state)
+        outputs.append(y)
+    return torch.cat(outputs, dim=1), state
 
 
 def no_weight_decay(parameter: nn.Parameter, lr_scale: float = 1.0, max_lr: float | None = None) -> nn.Parameter:

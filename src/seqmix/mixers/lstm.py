@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from seqmix.mixers.base import Mixer
+from seqmix.mixers.base import Mixer, in_pieces
 
 
 class LSTMState(NamedTuple):
@@ -48,5 +48,6 @@ class LSTM(Mixer):
     def prefill(self, x: Tensor, state: LSTMState) -> tuple[Tensor, LSTMState]:
         if x.shape[1] == 0:  # nn.LSTM refuses an empty sequence
             return x, state
-        y, (h, c) = self.lstm(x, (state.h[None].to(x.dtype), state.c[None].to(x.dtype)))  # (B, L, H), (1, B, H) twice
+        before = state.h[None].to(x.dtype), state.c[None].to(x.dtype)
+        y, (h, c) = in_pieces(self.lstm, x, before)  # (B, L, H), (1, B, H) twice
         return self.out_proj(y), LSTMState(h[0], c[0])

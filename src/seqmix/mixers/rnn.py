@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from seqmix.mixers.base import Mixer
+from seqmix.mixers.base import Mixer, in_pieces
 
 
 class RNNState(NamedTuple):
@@ -44,5 +44,5 @@ class RNN(Mixer):
     def prefill(self, x: Tensor, state: RNNState) -> tuple[Tensor, RNNState]:
         if x.shape[1] == 0:  # nn.RNN refuses an empty sequence
             return x, state
-        y, h = self.rnn(x, state.h[None].to(x.dtype))  # (B, L, H), (1, B, H)
+        y, h = in_pieces(self.rnn, x, state.h[None].to(x.dtype))  # (B, L, H), (1, B, H)
         return self.out_proj(y), RNNState(h[0])
