@@ -69,6 +69,8 @@ def gluon_why_not(x: Tensor, groups: int, discretization: str) -> str | None:
         return "no NVIDIA GPU of compute capability 8.0 or newer"
     if x.shape[2] % 2:
         return f"D = {x.shape[2]} is odd"
+    if x.shape[0] > 65535:
+        return f"{x.shape[0]} rows, more than a grid's second axis takes"
     if groups > 1 and x.shape[2] // groups % BLOCK:
         return f"a group's {x.shape[2] // groups} channels are no multiple of {BLOCK}"
     if discretization != "euler":
