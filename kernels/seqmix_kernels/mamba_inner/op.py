@@ -72,7 +72,7 @@ def mamba_inner(
         u = u.to(torch.get_autocast_dtype(device))
     given = Given(u, in_proj, in_bias, conv, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, out_proj, out_bias,
                   conv_state, ssm_state, seq_idx)  # fmt: skip
-    _check(given, level)
+    _check(given, discretization, level)
     name = _compiled(u, conv, scan)
     if name is not None:
         if conv_state is not None:
@@ -234,10 +234,12 @@ def _backward_with_gradient(*inputs):
 # ---- contract -------------------------------------------------------------------------------------------------------
 
 
-def _check(g: Given, level: int) -> None:
+def _check(g: Given, discretization: str, level: int) -> None:
     """What the products of matrices would take without a word, or refuse in words that name nothing."""
     if level not in LEVELS:
         raise ValueError(f"level must be one of {', '.join(map(str, LEVELS))}; got {level!r}")
+    if discretization not in ("euler", "zoh"):
+        raise ValueError(f'discretization must be "euler" or "zoh"; got {discretization!r}')
     if g.u.dim() != 3:
         raise ValueError(f"u must be (B, L, M); got shape {tuple(g.u.shape)}")
     if g.A_log.dim() != 2:
@@ -246,6 +248,10 @@ def _check(g: Given, level: int) -> None:
         name, t = ("dt_proj", g.dt_proj) if g.dt_proj.dim() != 2 else ("conv", g.conv)
         raise ValueError(f"{name} must have two dimensions; got shape {tuple(t.shape)}")
     (batch, length, d_model), (width, n), rank, taps = g.u.shape, g.A_log.shape, g.dt_proj.shape[1], g.conv.shape[1]
+    if not 1 <= n <= 256:
+        raise ValueError(f"A_log must have N from 1 to 256 states a channel; got {n}")
+    if taps < 1:
+        raise ValueError(f"conv must be (E, W), W at least 1; got shape {tuple(g.conv.shape)}")
     autocast = torch.is_autocast_enabled(g.u.device.type)
     own = torch.float64 if g.u.dtype == torch.float64 else torch.float32
     shapes = Given(
