@@ -61,6 +61,7 @@ def test_it_is_torchs_loss():
     got = cross_entropy(logits, targets)
     assert got.dtype == torch.float32 and got[2] == 0
     torch.testing.assert_close(got, F.cross_entropy(logits.float(), targets, reduction="none"))
+    assert torch.equal(cross_entropy(logits, targets.int()), got)
     assert cross_entropy(logits[3:], targets[3:], ignore_index=3)[:2].tolist() == [0, 0]
     assert which_impl(logits)[0] == "reference"
 
@@ -72,6 +73,7 @@ def test_it_is_torchs_loss():
         (dict(logits=torch.zeros(3, 4, dtype=torch.long)), "real"),
         (dict(targets=torch.zeros(4, dtype=torch.long)), r"targets must be \(3,\) integers"),
         (dict(targets=torch.zeros(3)), "torch.float32"),
+        (dict(targets=torch.zeros(3, dtype=torch.bool)), "torch.bool"),
         (dict(impl="quick"), "impl must be one of .* got 'quick'"),
         (dict(impl="fused"), "impl='fused' cannot run here: it needs a CUDA device"),
     ],

@@ -31,7 +31,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100, imp
     """
     if logits.dim() != 2 or not logits.is_floating_point():
         raise ValueError(f"logits must be (T, V) and real; got shape {tuple(logits.shape)}, {logits.dtype}")
-    if targets.shape != logits.shape[:1] or targets.is_floating_point() or targets.device != logits.device:
+    whole = not (targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool)
+    if targets.shape != logits.shape[:1] or not whole or targets.device != logits.device:
         raise ValueError(
             f"targets must be ({len(logits)},) integers on {logits.device} like logits; got shape {tuple(targets.shape)}, "
             f"{targets.dtype} on {targets.device}"
@@ -49,7 +50,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100, imp
 
 def reference(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(wide, targets, ignore_index=ignore_index, reduction="none")
+    return F.cross_entropy(wide, targets.long(), ignore_index=ignore_index, reduction="none")
 
 
 def which_impl(logits: Tensor) -> tuple[str, str]:
