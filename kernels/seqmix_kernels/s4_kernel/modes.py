@@ -61,7 +61,8 @@ def discretize(dt: Tensor, A: Tensor, method: str) -> tuple[Tensor, Tensor]:
         log_a = torch.stack((re, im), -1)
         b = times(expm1(log_a), reciprocal(A).expand_as(log_a))
     else:
-        assert method == "bilinear", method
+        if method != "bilinear":
+            raise ValueError(f'method must be "zoh" or "bilinear"; got {method!r}')
         re, im = re / 2, im / 2
         size = (1 - re).square() + im.square()  # |1 - ΔA/2|²
         # log |Ā|: |1 + h|² = |1 - h|² + 4 Re h. At Ā = 0 the logarithm is kept finite

@@ -68,6 +68,8 @@ def s4d_layer_kernel(
         ValueError: as for `s4d_kernel`.
     """
     _check_length(length)
+    if C.dim() != 3 or C.shape[2] != (1 if imag is None else 2):
+        raise ValueError(f"C must be (D, M, 2), or (D, M, 1) for real modes; got {tuple(C.shape)}")
     width, modes = C.shape[:2]
     shapes = [tuple(t.shape) for t in (log_decay, log_decay if imag is None else imag)]
     if log_dt.shape != (width,) or width % max(1, len(log_decay)) or shapes != [(len(log_decay), modes)] * 2:
@@ -144,6 +146,8 @@ def dplr_layer_kernel(
         ValueError: as for `dplr_kernel`.
     """
     _check_length(length)
+    if C.dim() != 3 or C.shape[2] != 2:
+        raise ValueError(f"C must be (D, M, 2); got {tuple(C.shape)}")
     (width, modes, _), n = C.shape, len(log_decay)
     wanted = {"log_dt": (width,), "log_decay": (n, modes), "imag": (n, modes), "P": (n, modes, 2), "B": (n, modes, 2)}
     for (name, shape), t in zip(wanted.items(), (log_dt, log_decay, imag, P, B), strict=True):
