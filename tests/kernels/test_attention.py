@@ -339,6 +339,7 @@ def test_nothing_in_nothing_out():
         (dict(k=normal(2, 8, 4, 8), v=normal(2, 8, 4, 8)), "L = 9 and S = 8"),
         (dict(k=normal(2, 9, 4, 8, dtype=torch.float32)), "k must be torch.float64 like q; got torch.float32"),
         (dict(q=torch.ones(2, 9, 4, 8, dtype=torch.int64)), "got torch.int64"),
+        (dict(window=2.0), "window must be a positive integer.*got 2.0"),
         (dict(window=0), "window must be a positive integer.*got 0"),
         (dict(window=(3, 3)), "for each of 4 heads; got"),
         (dict(slopes=(0.5,)), "slopes must be 4 finite numbers"),

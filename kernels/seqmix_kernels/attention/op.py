@@ -330,7 +330,7 @@ def _windows(window, q: Tensor) -> Windows | None:
     if window is None:
         return None
     H = q.shape[2] if q.dim() == 4 else 0
-    windows = (window,) * H if isinstance(window, int) else tuple(window)
+    windows = tuple(window) if isinstance(window, Sequence) else (window,) * H
     if len(windows) != H or any(w is not None and (not isinstance(w, int) or w < 1) for w in windows):
         raise ValueError(f"window must be a positive integer, or one (or None) for each of {H} heads; got {window!r}")
     return None if all(w is None for w in windows) else windows
