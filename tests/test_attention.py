@@ -314,6 +314,17 @@ def test_d03_every_way_to_another_state_is_safe():
 
 
 @torch.no_grad()
+def test_a_state_of_inference_mode_is_continued_outside_it():
+    mixer, x = make(), normal(2, 10, D)
+    with torch.inference_mode():
+        _, state = mixer.prefill(x[:, :8], mixer.init_state(2))
+    y, state = mixer.step(x[:, 8], state)
+    with torch.inference_mode():
+        z, _ = mixer.step(x[:, 9], state)
+    torch.testing.assert_close(torch.stack((y, z), 1), mixer(x)[:, 8:], **EXACT)
+
+
+@torch.no_grad()
 def test_the_cache_grows_by_pages_and_writes_in_place():
     mixer = make(dtype=torch.float32, cache_page=8)
     x, state = normal(1, 30, D, dtype=torch.float32), mixer.init_state(1)

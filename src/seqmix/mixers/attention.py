@@ -277,6 +277,7 @@ def _with_room(state: AttentionState, L: int, dtype: torch.dtype, page: int, kee
     """The state with room for L tokens more, in buffers that nobody else can see and no graph of autograd needs."""
     last, room = _span(state.length)[1], state.k.shape[2]
     mine = getattr(state.k, "ticket", -1) == getattr(state.length, "ticket", -2)
+    mine = mine and (torch.is_inference_mode_enabled() or not state.k.is_inference())  # else torch lets nobody write there
     dtype = dtype if last == 0 else state.k.dtype  # what comes first decides
     if mine and last + L <= room and state.k.dtype == dtype and not keep_graph and not state.k.requires_grad:
         return state
