@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from seqmix.measure import held_bytes, state_bytes
 from seqmix.mixers import s4d
 from seqmix.mixers.s4 import S4
 from seqmix.mixers.s4d import S4D
@@ -261,6 +262,7 @@ def test_s4d_options_keep_the_laws(init, discretization):
     pieces, after = prefill(mixer, x, [2, 1, 34])
     torch.testing.assert_close(pieces, y, **EXACT)
     torch.testing.assert_close(after.x, state.x, **EXACT)
+    assert held_bytes(after) == held_bytes(state) == state_bytes(state)
     assert state.x.shape == (2, D, 8 if init == "real" else 4, 1 if init == "real" else 2)  # d_state numbers a channel
 
 

@@ -173,7 +173,7 @@ class S4D(StateSpace):
         change, B = discrete
         x = self._pairs(x)  # (B, D, M, 2)
         x = x + (times(change, x) + B * u[..., None, None])
-        return self._read(x)[..., 0].sum(-1), x[..., : self.C.shape[-1]]
+        return self._read(x)[..., 0].sum(-1), x[..., : self.C.shape[-1]].contiguous()  # holds no more than it is
 
     def carry(self, u: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         log_A, B = self.discretize()
@@ -182,7 +182,7 @@ class S4D(StateSpace):
         y = y + s4d_kernel(log_A, self._read(times(power(log_A, 1), x)), length, self.impl).transpose(1, 2)
         new = times(B, decayed_sum(u.transpose(1, 2), log_A).double())
         after = (times(power(log_A, length), x) + new).to(u.dtype)
-        return y, after[..., : self.C.shape[-1]]
+        return y, after[..., : self.C.shape[-1]].contiguous()
 
     def discretize(self) -> tuple[Tensor, Tensor]:
         """log Ā and B̄, pairs (D, M, 2), float64."""
