@@ -116,6 +116,29 @@ def test_a_model_that_is_wrong_at_the_length_asked_for_is_not_timed():
         costs.training_cost(model, torch.optim.SGD(model.parameters(), lr=0.1), tokens(1, 100), seconds=0.01)
 
 
+def test_a_model_in_float64_is_within_its_own_tolerance():
+    model, text = make("mamba").double(), tokens(1, 20)
+    numbers = [
+        costs.training_cost(model, torch.optim.SGD(model.parameters(), lr=0.1), text, seconds=0.01),
+        costs.prompt_cost(model, text, seconds=0.01),
+        costs.decoding_cost(model, text, 1, seconds=0.01),
+    ]
+    assert all(n["check_error"] < costs.TOLERANCE[torch.float64] for n in numbers)
+
+
+def test_logits_are_compared_before_the_next_replay_writes_over_them(monkeypatch):
+    advance = costs.Decoder.advance
+
+    def replay(self):
+        place = self.logits
+        advance(self)
+        if place is not None:
+            self.logits = place.copy_(self.logits)
+
+    monkeypatch.setattr(costs.Decoder, "advance", replay)
+    assert costs.decoding_cost(make("rnn"), tokens(1, 20), 1, seconds=0.01)["check_error"] < 1e-4
+
+
 def test_a_model_whose_loss_is_not_finite_is_not_timed():
     model = make("rnn")
     with torch.no_grad():

@@ -75,7 +75,7 @@ def training_cost(
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     model.train()
     with torch.no_grad(), _precision(device, autocast):
-        logits = model(inputs)[:1, :CHECKED].float()
+        logits = model(inputs)[:1, :CHECKED].clone()
     error = _checked(model, inputs[:1, :CHECKED], logits, dtype)
     flops = 3 * forward_flops(model, inputs.shape[1])  # a token
     del logits
@@ -314,7 +314,7 @@ def _checked(model: nn.Module, tokens: Tensor, logits: Tensor, dtype: torch.dtyp
     exact = copy.deepcopy(model).double().eval()
     with torch.no_grad(), torch.autocast(tokens.device.type, enabled=False):
         want = exact(tokens)
-    error = float((logits - want).norm() / want.norm())
+    error = float((logits.double() - want).norm() / want.norm())
     if not error <= TOLERANCE[dtype]:  # NaN is not
         raise WrongError(f"logits are {error:.2e} from those in float64, relatively; {dtype} may be {TOLERANCE[dtype]:.0e}")
     return error
@@ -322,7 +322,7 @@ def _checked(model: nn.Module, tokens: Tensor, logits: Tensor, dtype: torch.dtyp
 
 def _prompt_error(model: nn.Module, tokens: Tensor, dtype: torch.dtype) -> float:
     logits, _ = model.prefill(tokens, model.init_state(1))
-    return _checked(model, tokens, logits.float(), dtype)
+    return _checked(model, tokens, logits, dtype)
 
 
 def _decoding_error(model: nn.Module, prompt: Tensor, autocast: torch.dtype | None, dtype: torch.dtype) -> float:
@@ -331,7 +331,7 @@ def _decoding_error(model: nn.Module, prompt: Tensor, autocast: torch.dtype | No
     start = max(1, tokens.shape[1] - 4)
     with _precision(prompt.device, autocast):
         logits, state = model.prefill(tokens[:, :start], model.init_state(1))
-    logits = [logits.float()]
+    logits = [logits]
     # the token to take in next is that of the text, whatever the logits say
     decoder = Decoder(model, state, tokens[:, start - 1], autocast=autocast)
     with contextlib.suppress(ValueError):
@@ -339,7 +339,7 @@ def _decoding_error(model: nn.Module, prompt: Tensor, autocast: torch.dtype | No
     for t in range(start, tokens.shape[1]):
         decoder.tokens.copy_(tokens[:, t])
         decoder.advance()
-        logits.append(decoder.logits[:, None].float())
+        logits.append(decoder.logits[:, None].clone())  # a replay writes over them
     return _checked(model, tokens, torch.cat(logits, dim=1), dtype)
 
 
