@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import types
 
 import pytest
 import torch
@@ -134,3 +135,20 @@ def test_accumulated_micro_batches_are_one_batch(tmp_path):
     )  # fmt: skip
     assert parts["steps"] == whole["steps"] == 4
     assert parts["val/loss"] == pytest.approx(whole["val/loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_one_scored_token_among_four_ranks_counts_as_one(micro_batches):
+    """Of four ranks one has a token: the mean of its gradient and three zeros is that of the token's loss."""
+    module = SequenceModule(torch.nn.Embedding(5, 5), None, None)
+    module.trainer = types.SimpleNamespace(
+        world_size=4, global_step=1, log_every_n_steps=2, accumulate_grad_batches=micro_batches,
+        strategy=types.SimpleNamespace(reduce=lambda tokens, reduce_op: tokens / 4),
+    )  # fmt: skip
+    inputs, targets = torch.tensor([[1, 2, 3]]), torch.tensor([[-100, 4, -100]])
+    weight = module.model.weight
+    (wanted,) = torch.autograd.grad(torch.nn.functional.cross_entropy(module.model(inputs)[0], targets[0]), weight)
+    for given in (targets, torch.full_like(targets, -100))[:micro_batches]:
+        (module.training_step((inputs, given), 0) / micro_batches / 4).backward()
+    module.on_before_optimizer_step(torch.optim.SGD(module.model.parameters(), lr=0.1))
+    torch.testing.assert_close(weight.grad, wanted)

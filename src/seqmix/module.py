@@ -53,7 +53,7 @@ class SequenceModule(L.LightningModule):
         if self.trainer.world_size > 1:  # DDP averages gradients over ranks; the mean is over all their tokens
             tokens = self.trainer.strategy.reduce(tokens.float(), reduce_op="mean")
         if self._micro_batches == 0:
-            self._first_tokens, self._step_tokens = tokens.clamp(min=1), torch.zeros_like(tokens)
+            self._first_tokens, self._step_tokens = tokens.clamp(min=self._least_tokens()), torch.zeros_like(tokens)
         self._micro_batches += 1
         self._step_tokens = self._step_tokens + tokens
         return (loss_sum / self._first_tokens).float()
@@ -62,7 +62,8 @@ class SequenceModule(L.LightningModule):
         """Micro-batches were divided by the tokens of the first; divide by the tokens of all instead."""
         if self.trainer.accumulate_grad_batches > 1:
             # Lightning divided each micro-batch's loss by their configured number
-            scale = self.trainer.accumulate_grad_batches * self._first_tokens / self._step_tokens.clamp(min=1)
+            step_tokens = self._step_tokens.clamp(min=self._least_tokens())
+            scale = self.trainer.accumulate_grad_batches * self._first_tokens / step_tokens
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             if gradients:  # the guard against non-finite ones may have dropped them
                 torch._foreach_mul_(gradients, scale)
@@ -117,6 +118,10 @@ class SequenceModule(L.LightningModule):
             torch.set_rng_state(generators[0].cpu())
             if len(generators) - 1 == torch.cuda.device_count():  # else it was saved on another machine
                 torch.cuda.set_rng_state_all([g.cpu() for g in generators[1:]])
+
+    def _least_tokens(self) -> float:
+        """One token on one of the ranks, as a mean over them: less is none."""
+        return 1 / self.trainer.world_size
 
     def _score(self, batch: tuple[Tensor, Tensor], scores: ScoredTokens) -> None:
         inputs, targets = batch
