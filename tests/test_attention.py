@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import runs
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from seqmix.channel_mixers import SwiGLU
 from seqmix.measure import state_bytes, tensors
@@ -322,6 +323,17 @@ def test_a_state_of_inference_mode_is_continued_outside_it():
     with torch.inference_mode():
         z, _ = mixer.step(x[:, 9], state)
     torch.testing.assert_close(torch.stack((y, z), 1), mixer(x)[:, 8:], **EXACT)
+
+
+@pytest.mark.parametrize("positions", ["rope", "alibi", "hard_alibi"])
+def test_a_pass_without_numbers_leaves_nothing_behind(positions):
+    keys = dict(n_heads=4, positions=positions, rope_base=4321.0, attn_impl="math", window=5)  # a base that nobody else has
+    with FakeTensorMode():
+        Attention(D, **keys)(torch.zeros(1, 9, D))
+    mixer, x = Attention(D, **keys), normal(1, 9, D, dtype=torch.float32)
+    assert mixer(x).isfinite().all()
+    with FakeTensorMode(allow_non_fake_inputs=False):  # and what was kept does not get in
+        Attention(D, **keys)(torch.zeros(1, 9, D))
 
 
 @torch.no_grad()

@@ -67,13 +67,18 @@ def documents(seq_idx: Tensor) -> Tensor:
 
 def constant(values: tuple, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor that is made once: a copy from the host would have no place in a CUDA graph."""
-    return torch.tensor(values, dtype=dtype, device=device) if torch.compiler.is_compiling() else _kept(values, dtype, device)
+    return torch.tensor(values, dtype=dtype, device=device) if passing() else _kept(values, dtype, device)
 
 
 @functools.cache
 def _kept(values, dtype, device):
     with torch.inference_mode(False):
         return torch.tensor(values, dtype=dtype, device=device)
+
+
+def passing() -> bool:
+    """Whether a tensor made now must not be kept: torch.compile's, or one that a mode (FakeTensorMode) puts in its place."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def known(condition) -> bool:
