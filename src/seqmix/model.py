@@ -131,7 +131,7 @@ class SequenceModel(nn.Module):
         """tokens (B, L), L >= 1 -> (B, L + max_new_tokens): the prompt and its continuation.
 
         temperature 0 takes the largest logit; top_k keeps the k largest (all, where k exceeds V). Sampling is in
-        float32 from `generator`. The module's mode is put back as it was. ValueError for an empty prompt, a negative
+        float32 from `generator`. The mode of each part is put back as it was. ValueError for an empty prompt, a negative
         count or temperature, and for logits that are not finite.
         """
         if tokens.ndim != 2 or tokens.shape[1] == 0:
@@ -144,7 +144,7 @@ class SequenceModel(nn.Module):
             raise ValueError(f"top_k must be at least 1, got {top_k}")
         if max_new_tokens == 0:
             return tokens
-        was_training = self.training
+        modes = [(module, module.training) for module in self.modules()]
         self.eval()
         try:
             logits, state = self.prefill_last(tokens, self.init_state(len(tokens)))
@@ -155,7 +155,8 @@ class SequenceModel(nn.Module):
                 if i + 1 < max_new_tokens:
                     logits, state = self.step(new, state)
         finally:
-            self.train(was_training)
+            for module, mode in modes:
+                module.training = mode
         return torch.cat(out, dim=1)
 
     def _take_in(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:

@@ -66,7 +66,7 @@ def attention(
         seq_idx: (B, L) integers, with S = L. Where it changes a new document starts, and sees nothing before it. Padding
             on either side is a document of its own.
         lengths: (B,) int32: the keys that a row has; its last query stands at lengths - 1 (in place of S - 1) and what
-            is behind it is not looked at. A query before the first key gives 0.
+            is behind it changes nothing, if it is finite. A query before the first key gives 0.
         dropout: of the weights a. The caller passes 0 in evaluation.
         impl: one of IMPLS; README.md tells them apart. "auto" is what `which_impl` answers.
 

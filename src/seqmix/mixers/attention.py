@@ -37,7 +37,7 @@ SCALINGS = ("linear", "ntk")
 
 
 class AttentionState(NamedTuple):
-    """A row's tokens stand in slots 0..length-1; what is behind them is spare, and may hold anything.
+    """A row's tokens stand in slots 0..length-1; what is behind them is spare, and may hold any finite numbers.
 
     Rows may have different lengths. Right-padded prompts are prefilled as they are and then cut: with
     `state._replace(length=...)` the pads are spare slots. Rows are reordered, dropped or repeated by indexing each tensor.
