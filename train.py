@@ -45,6 +45,8 @@ for package in ("lightning.pytorch", "lightning.fabric"):  # their remarks on wh
     logging.getLogger(package).setLevel(logging.WARNING)
 # Lightning 2.6.6 under torch 2.13: a name of torch's that is going away
 warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated", category=FutureWarning)
+# what is logged has been summed over the ranks already (metrics.py)
+warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True")
 # our settings for submitit keep its own names, so that Hydra checks them against its schema and says so
 warnings.filterwarnings("ignore", message=r"\s*'hydra/launcher/submitit_", category=UserWarning)
 register_resolvers()

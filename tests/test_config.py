@@ -107,6 +107,29 @@ def test_heads_must_divide_the_width(capsys):
     assert "100" in message and "3" in message
 
 
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["model.scan=fused"], ("scan='fused'", "needs a CUDA device")),
+        (["model.decode=fused"], ("fused", "on cpu")),
+        (["model=transformer", "model.attn_impl=fa4"], ("impl='fa4'", "needs an NVIDIA GPU")),
+        (["model=s4", "model.impl=fused"], ("fused", "CUDA")),
+        (["model=s4d", "model.impl=fused", "trainer.precision=bf16-mixed"], ("fused", "CUDA")),
+    ],
+)
+def test_an_implementation_that_cannot_run_on_this_cpu_is_refused_before_the_run(capsys, overrides, words):
+    message = refused(capsys, "trainer.accelerator=cpu", *overrides)
+    assert all(word in message for word in words) and message.count("\n") == 1, message
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["model.scan=chunked"], ["model=transformer", "model.attn_impl=math", "size.n_layer=3"], ["model=s4", "model.impl=torch"]],
+)
+def test_an_implementation_that_runs_on_the_cpu_is_taken_by_name(overrides):
+    assert check_command_line(["trainer.accelerator=cpu", *overrides], CONF).size.n_layer in (2, 3)
+
+
 def test_nothing_is_made_by_a_refusal(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     refused(capsys, "task.n_tokens=65")

@@ -2,7 +2,7 @@
 
 Refused, with the nearest name that exists: a key nothing reads (also behind `+`), a choice that is not there, a value
 of another type than its default. Refused with the numbers: sizes that cannot be (the task is built, and the model on
-the meta device, which costs no memory).
+the meta device, which costs no memory), and on a CPU an implementation that cannot run there.
 """
 
 from __future__ import annotations
@@ -65,6 +65,8 @@ def check_command_line(arguments: list[str], conf: Path) -> DictConfig | None:
         check(cfg)
         callbacks = [build(node) for node in (cfg.get("callbacks") or {}).values() if node]
         build(cfg.trainer)(callbacks=callbacks, logger=False)
+        if cfg.trainer.accelerator == "cpu" and cfg.trainer.precision in ("32-true", "bf16-mixed"):
+            _try_on_cpu(cfg)
     except (ValueError, TypeError, MisconfigurationException, HydraException, OmegaConfBaseException) as error:
         _refuse(str(error))
     return cfg
@@ -109,6 +111,22 @@ def check(cfg: DictConfig) -> None:
     with torch.device("meta"):
         optimizer = make_optimizer(build_model(cfg, task.vocab_size), build(cfg.optimizer))
         build(cfg.scheduler)(optimizer, total_steps=max(1, cfg.trainer.max_steps))
+
+
+def _try_on_cpu(cfg: DictConfig) -> None:
+    """ValueError where an implementation that the model names cannot run here: one layer reads eight tokens and a ninth.
+
+    Only for what is named: `auto` takes what runs. On a GPU the run itself says so, at its first batch.
+    """
+    if all(cfg.model.get(key, "auto") == "auto" for key in ("scan", "decode", "attn_impl", "impl")):
+        return
+    cfg = OmegaConf.merge(cfg, {"size": {"n_layer": 1}, "dropout": 0.0})
+    model = build_model(cfg, vocab_size=2)
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    with torch.autocast("cpu", torch.bfloat16, enabled=cfg.trainer.precision == "bf16-mixed"):
+        model(tokens)  # with gradients, as training has it
+        with torch.no_grad():
+            model.step(tokens[:, 0], model.prefill(tokens, model.init_state(1))[1])
 
 
 def find_checkpoint(cfg: DictConfig) -> Path | None:
