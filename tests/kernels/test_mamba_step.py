@@ -37,6 +37,15 @@ def test_it_is_a_sequence_of_one(discretization):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+def test_a_state_that_does_not_decay_only_adds():
+    """A that float32 rounds to 0: (exp(ΔA) - 1)/A is Δ there, as in the scan, and not 0/0."""
+    tensors = make(torch.float32) | {"A_log": torch.full((E, N), -200.0, requires_grad=True)}
+    both = [mamba_step(**tensors, discretization=d) for d in ("zoh", "euler")]
+    for a, b in zip(*both, strict=True):
+        torch.testing.assert_close(a, b)
+    assert torch.autograd.grad(both[0][0].sum(), tensors["A_log"])[0].isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits_and_autocast(dtype):
     exact = mamba_step(**make())

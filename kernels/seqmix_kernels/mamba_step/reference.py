@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..selective_scan.reference import phi
+
 
 def reference(
     u, in_proj, in_bias, conv, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, out_proj, out_bias, conv_state, ssm_state,
@@ -28,7 +30,7 @@ def reference(
     dt, B, C = linear(x, x_proj).split((rank, n, n), dim=-1)
     dt = F.softplus(linear(dt, dt_proj).to(wide) + dt_bias)[..., None]  # (B, E, 1)
     x_wide, A = x.to(wide), -A_log.exp()
-    B_bar = (dt if discretization == "euler" else torch.expm1(dt * A) / A) * B[:, None]  # (B, E, N)
+    B_bar = (dt if discretization == "euler" else dt * phi(dt * A)) * B[:, None]  # (B, E, N)
     h = torch.exp(dt * A) * ssm_state + B_bar * x_wide[..., None]
     y = ((h * C[:, None]).sum(-1) + D * x_wide) * F.silu(z.to(wide))  # (B, E)
     return linear(y.to(x.dtype), out_proj, out_bias), window[:, 1:].to(conv_state.dtype), h
