@@ -13,7 +13,7 @@ from offline import Read
 from runs import CONF, names
 
 from seqmix.bench import figures, pool, results
-from seqmix.bench.__main__ import compose_bench, main, to_wandb, write
+from seqmix.bench.__main__ import _unused, compose_bench, main, to_wandb, write
 from seqmix.bench.grid import Point, grid
 from seqmix.bench.kernels import OPS, SHAPES, Case, cases, kernel_cost
 from seqmix.config import register_resolvers
@@ -191,6 +191,24 @@ def test_a_small_grid_is_measured_drawn_and_drawn_again(tmp_path, capsys):
     (tmp_path / "report.md").unlink()
     assert main([f"redraw={tmp_path}", "wandb=disabled"]) == 0 and (tmp_path / "report.md").read_text() == before
     assert str(tmp_path) not in json.dumps([{k: v for k, v in row.items() if k != "command"} for row in rows])
+
+
+def test_numbers_that_are_there_are_not_written_over(tmp_path):
+    bench_cpu = tmp_path / "bench_cpu"
+    assert _unused(bench_cpu) == bench_cpu
+    for taken in ("bench_cpu", "bench_cpu_2"):
+        (tmp_path / taken).mkdir()
+        (tmp_path / taken / "points.jsonl").write_text("{}\n")
+    assert _unused(bench_cpu) == tmp_path / "bench_cpu_3"
+
+
+def test_nothing_to_redraw_is_one_line(tmp_path, capsys):
+    assert main([f"redraw={tmp_path / 'nowhere'}"]) == 2
+    assert capsys.readouterr().err == f"error: redraw={tmp_path / 'nowhere'}: there is no points.jsonl in it\n"
+
+
+def test_help_is_the_docstring(capsys):
+    assert main(["--help"]) == 0 and "redraw=" in capsys.readouterr().out
 
 
 def test_wandb_gets_every_row_and_a_line_a_measure(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ python -m seqmix.bench redraw=outputs/report/bench_cpu          its report again
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shlex
@@ -35,6 +36,9 @@ PLACES = (Path("conf"), Path(__file__).parents[3] / "conf")  # of the caller; be
 def main(arguments: list[str] | None = None) -> int:
     """Measure, write, print; 0 if every point has a number or a result that stands for one (out of memory, slow)."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    if {"-h", "--help"} & {*arguments}:
+        print(__doc__.strip())
+        return 0
     register_resolvers()
     try:
         conf = next((at.resolve() for at in PLACES if (at / "bench.yaml").is_file()), None)
@@ -44,6 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
         if "--cfg" in arguments:
             print(OmegaConf.to_yaml(cfg), end="")
             return 0
+        if cfg.redraw and not (Path(cfg.redraw) / "points.jsonl").is_file():
+            raise ValueError(f"redraw={cfg.redraw}: there is no points.jsonl in it")
         points = [] if cfg.redraw else grid(cfg, conf)
     except (ValueError, HydraException, OmegaConfBaseException) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -52,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
         out = Path(cfg.redraw)
         rows = results.read(out / "points.jsonl")
     else:
-        out = Path(cfg.out or f"outputs/report/bench_{_card(cfg.device)}")
+        out = Path(cfg.out) if cfg.out else _unused(Path(f"outputs/report/bench_{_card(cfg.device)}"))
         typed = [a for a in arguments if not a.startswith("out=")]  # where it is written to is of no number
         rows = measure_all(points, cfg, out, shlex.join(["python", "-m", "seqmix.bench", *typed]))
     paths = write(rows, out)
@@ -70,6 +76,12 @@ def compose_bench(overrides: list[str], conf: Path) -> DictConfig:
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(conf), version_base="1.3", job_name="bench"):
         return compose("bench", overrides=overrides)
+
+
+def _unused(folder: Path) -> Path:
+    """The folder, or with _2, _3, ... behind it: numbers that are there stay, unless `out` names them."""
+    names = (folder if n == 1 else folder.with_name(f"{folder.name}_{n}") for n in itertools.count(1))
+    return next(name for name in names if not (name / "points.jsonl").exists())
 
 
 def measure_all(points: list[Point], cfg: DictConfig, out: Path, command: str) -> list[dict]:
