@@ -5,6 +5,8 @@ tests/test_mixers.py holds the laws of every mixer for conf/model/transformer.ya
 import copy
 import json
 import math
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -312,6 +314,32 @@ def test_d03_every_way_to_another_state_is_safe():
         torch.testing.assert_close(y, whole, **EXACT, msg=name)
     y, _ = steps(mixer, more, kept)
     torch.testing.assert_close(y, mixer(torch.cat((x, more), 1))[:, 9:], **EXACT)
+
+
+@torch.no_grad()
+def test_states_that_another_process_saved_stay_values(tmp_path):
+    """Two states that share a cache are saved; a process that starts from them gives out no ticket that they have."""
+    code = """if True:
+        import sys, torch
+        from seqmix.mixers.attention import Attention, AttentionState
+        torch.manual_seed(0)
+        mixer, x = Attention(8), torch.linspace(-1, 1, 64).view(1, 8, 8)
+        with torch.no_grad():
+            if sys.argv[2] == "save":
+                _, early = mixer.prefill(x[:, :3], mixer.init_state(1))
+                _, late = mixer.step(x[:, 3], early)
+                torch.save([tuple(early), tuple(late)], sys.argv[1])
+            else:
+                early, late = (AttentionState(*state) for state in torch.load(sys.argv[1]))
+                for t in (4, 5):  # the first tickets of a process, counted from 0, would be 0 and 1: early has 1
+                    _, late = mixer.step(x[:, t], late)
+                mixer.step(-x[:, 0], early)
+                y, _ = mixer.step(x[:, 6], late)
+                torch.testing.assert_close(y, mixer(x)[:, 6])
+    """
+    for what in ("save", "load"):
+        done = subprocess.run([sys.executable, "-c", code, tmp_path / "states.pt", what], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
 
 
 @torch.no_grad()

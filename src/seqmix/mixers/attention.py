@@ -15,6 +15,7 @@ With fewer key heads than query heads, n_heads / n_kv_heads neighbouring query h
 from __future__ import annotations
 
 import itertools
+import time
 from typing import NamedTuple
 
 import torch
@@ -253,7 +254,7 @@ class Attention(Mixer):
 # of its entries; and a ticket, on `length` and on its buffer `k`: where they are equal no other state has written there
 # since. A tensor that somebody else made (a row of a batch, a copy, a cut length) has neither: it is read, or copied.
 
-_tickets = itertools.count()
+_tickets = itertools.count(time.time_ns())  # a state is saved with its ticket: no later process may give it out again
 
 
 def _marked(k: Tensor, v: Tensor, length: Tensor, span: tuple[int, int]) -> AttentionState:
