@@ -58,7 +58,7 @@ def test_every_other_choice_composes(group, tmp_path):
 def test_one_batch_is_learnt_by_heart(tmp_path, model):
     summary = start(
         tmp_path / "run", *SELECTIVE_COPY, f"model={model}", "debug=overfit", "size.d_model=32", "task.batch_size=8",
-        "optimizer.lr=5e-3", "trainer.max_steps=150", "trainer.val_check_interval=150", "trainer.log_every_n_steps=25",
+        "optimizer.lr=1e-2", "trainer.max_steps=80", "trainer.val_check_interval=80", "trainer.log_every_n_steps=20",
         "callbacks=none", "test=false",
     )  # fmt: skip
     assert summary["train/loss"] < 0.1, "chance is ln 14 = 2.64"
