@@ -579,3 +579,18 @@ def test_the_loops_of_the_benchmark_compute_the_same():
 def test_the_benchmark_measures():
     found = bench.measure("cpu", [2, 9, 5, 3], torch.float32, "cpu", 0.0)
     assert found["calls"] == 3 and found["fwd_bwd_ms"] > 0 and found["inference_ms"] > 0
+
+
+def test_counted_bytes_go_to_their_case():
+    from seqmix_kernels.selective_scan import traffic_gpu
+
+    kernels = (traffic_gpu.BETWEEN + "(long)", "first", "second", traffic_gpu.BETWEEN + "(long)", "third")
+    rows = [
+        {"ID": str(i), "Kernel Name": name, "Metric Name": metric, "Metric Value": value}
+        for i, name in enumerate(kernels)
+        for metric, value in zip(traffic_gpu.METRICS, ("1,000", "20"), strict=True)
+    ]
+    assert traffic_gpu.split(rows) == [
+        {"kernels": 2, "read_bytes": 2000.0, "written_bytes": 40.0},
+        {"kernels": 1, "read_bytes": 1000.0, "written_bytes": 20.0},
+    ]
