@@ -25,6 +25,10 @@ def script(name, *args):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+def relative(value, truth):
+    return ((value.double() - truth).norm() / truth.norm().clamp_min(1e-30)).item()  # at one step some gradients are 0
+
+
 def within(ours, plain):
     return all(a <= 4 * b + 2e-6 for a, b in zip(ours, plain, strict=True))
 
@@ -67,7 +71,7 @@ def test_real_kernels_match_plain_torch(width, modes, length):
         assert all(torch.equal(a, b) for a, b in zip(ours, again, strict=True))
         truth = run(torch_forms, torch.float64)
         errors = [
-            [((v.double() - t).norm() / t.norm()).item() for v, t in zip(values, truth, strict=True)]
+            [relative(v, t) for v, t in zip(values, truth, strict=True)]
             for values in (ours, run(torch_forms, torch.float32))
         ]
         assert within(*errors), (kind, errors)
@@ -96,13 +100,15 @@ def test_real_layer_kernels_match_plain_torch(kind, width, sets, modes, length):
     assert all(torch.equal(a, b) for a, b in zip(ours, again, strict=True))
     truth = run("torch", torch.float64)
     errors = [
-        [((v.double() - t).norm() / t.norm()).item() for v, t in zip(values, truth, strict=True)]
+        [relative(v, t) for v, t in zip(values, truth, strict=True)]
         for values in (ours, run("torch", torch.float32))
     ]
     assert within(*errors), errors
 
 
 @pytest.mark.gpu
+# torch's word where a transform of length 1 is the first that autograd's thread asks of the GPU; it then goes on
+@pytest.mark.filterwarnings("ignore:Attempting to run cuFFT:UserWarning")
 @pytest.mark.parametrize("activation, gated", [(None, False), ("gelu", False), ("silu", True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("batch, length, width, taps", [(1, 1, 3, 1), (2, 1021, 70, 100), (3, 2048, 64, 2048)])
@@ -123,7 +129,7 @@ def test_real_convolution_matches_plain_torch(batch, length, width, taps, dtype,
 
     truth = run("torch", True)
     errors = [
-        [((v.double() - t).norm() / t.norm()).item() for v, t in zip(run(impl, False), truth, strict=True)]
+        [relative(v, t) for v, t in zip(run(impl, False), truth, strict=True)]
         for impl in ("fused", "torch")
     ]
     assert within(*errors), errors
