@@ -130,6 +130,40 @@ def test_an_implementation_that_runs_on_the_cpu_is_taken_by_name(overrides):
     assert check_command_line(["trainer.accelerator=cpu", *overrides], CONF).size.n_layer in (2, 3)
 
 
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+TORCHRUN |= {"GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "1"}
+SLURM = {"SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "x", "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+SLURM |= {"SLURM_NODEID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "overrides", "words"),
+    [
+        (SLURM, ["trainer=ddp_cpu"], ("processes: 2, started: 1",)),  # without srun, or with too few tasks
+        (SLURM, ["trainer=fsdp", "trainer.accelerator=cpu"], ("processes: 2, started: 1",)),
+        (TORCHRUN, ["trainer=ddp_cpu"], ("processes: 2, started: 1",)),
+        (
+            TORCHRUN | {"WORLD_SIZE": "2"},
+            ["trainer=fsdp", "trainer.accelerator=cpu", "trainer.devices=1"],
+            ("processes: 1, started: 2",),
+        ),
+        (TORCHRUN | {"WORLD_SIZE": "2"}, ["trainer.accelerator=cpu"], ("processes: 1, started: 2",)),  # not spread at all
+    ],
+)
+def test_other_processes_than_the_devices_ask_for_are_refused(capsys, monkeypatch, environment, overrides, words):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    message = refused(capsys, *overrides)
+    assert all(word in message for word in (*words, "torchrun --nproc-per-node", "srun")) and message.count("\n") == 1
+
+
+def test_one_process_is_enough_where_one_device_is_asked_for(monkeypatch):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    for trainer in ("default", "ddp_cpu", "fsdp"):
+        check_command_line([f"trainer={trainer}", "trainer.devices=1", "trainer.accelerator=cpu"], CONF)
+
+
 def test_nothing_is_made_by_a_refusal(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     refused(capsys, "task.n_tokens=65")

@@ -1,5 +1,6 @@
 """Fully sharded runs, on two processes of this machine's CPU; tests/test_gpu.py has the same on GPUs."""
 
+import json
 import math
 
 import pytest
@@ -31,3 +32,12 @@ def test_a_sharded_run_is_the_run_of_one_and_goes_on_as_one(tmp_path):
     resumed = start(tmp_path / "resumed", *base, f"ckpt={folder}/checkpoints/step_000002.ckpt")  # on one process
     for name in ("val/loss", "test/loss"):
         assert math.isfinite(one[name]) and resumed[name] == pytest.approx(one[name], abs=1e-5), name
+
+
+def test_a_sharded_run_without_torchrun_is_one_of_two_processes(tmp_path):
+    base = ("logger=csv", *SELECTIVE_COPY, "model=rnn", "callbacks=none")
+    done = command(tmp_path, *base, "trainer=fsdp", "task.batch_size=2", "trainer.enable_checkpointing=false", "test=false")
+    assert done.returncode == 0, done.stderr[-3000:]
+    (folder,) = (tmp_path / "outputs" / "runs").iterdir()
+    one = start(tmp_path / "one", *base, "test=false")
+    assert json.loads((folder / "summary.json").read_text())["val/loss"] == pytest.approx(one["val/loss"], abs=1e-5)

@@ -2,7 +2,8 @@
 
 Refused, with the nearest name that exists: a key nothing reads (also behind `+`), a choice that is not there, a value
 of another type than its default. Refused with the numbers: sizes that cannot be (the task is built, and the model on
-the meta device, which costs no memory), and on a CPU an implementation that cannot run there.
+the meta device, which costs no memory), other processes than the devices ask for, and on a CPU an implementation that
+cannot run there.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
+import lightning as L
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -23,6 +25,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, InstantiationException
 from hydra.utils import instantiate
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -64,7 +67,7 @@ def check_command_line(arguments: list[str], conf: Path) -> DictConfig | None:
         cfg = compose_run(overrides, conf, folder="(made when the run starts)")
         check(cfg)
         callbacks = [build(node) for node in (cfg.get("callbacks") or {}).values() if node]
-        build(cfg.trainer)(callbacks=callbacks, logger=False)
+        check_processes(build(cfg.trainer)(callbacks=callbacks, logger=False))
         if cfg.trainer.accelerator == "cpu" and cfg.trainer.precision in ("32-true", "bf16-mixed"):
             _try_on_cpu(cfg)
     except (ValueError, TypeError, MisconfigurationException, HydraException, OmegaConfBaseException) as error:
@@ -111,6 +114,24 @@ def check(cfg: DictConfig) -> None:
     with torch.device("meta"):
         optimizer = make_optimizer(build_model(cfg, task.vocab_size), build(cfg.optimizer))
         build(cfg.scheduler)(optimizer, total_steps=max(1, cfg.trainer.max_steps))
+
+
+def check_processes(trainer: L.Trainer) -> None:
+    """ValueError where other processes have been started than the trainer's devices ask for.
+
+    Started by hand, Lightning starts the others itself; where torchrun or Slurm are there to do it, it trusts them.
+    """
+    asked = trainer.num_devices * trainer.num_nodes
+    if isinstance(trainer.strategy, ParallelStrategy):
+        started = trainer.world_size
+    else:  # it asks nobody
+        started = int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+    if started != asked:
+        raise ValueError(
+            f"trainer.devices={trainer.num_devices} and trainer.num_nodes={trainer.num_nodes} ask for processes: {asked}, "
+            f"started: {started}; `torchrun --nproc-per-node N train.py trainer=ddp trainer.devices=N` (or trainer=fsdp) "
+            "starts N, and so does `srun --ntasks-per-node N python train.py ...`"
+        )
 
 
 def _try_on_cpu(cfg: DictConfig) -> None:
@@ -186,8 +207,7 @@ def _check_overrides(overrides: list[Override], conf: Path, multirun: bool) -> N
         key = override.get_key_element().lstrip("+~")
         if override.is_sweep_override() and not multirun:
             raise ValueError(
-                f"{override.input_line} names several values: add -m to run one job a value, "
-                f"or write a list as '{key}=[...]'"
+                f"{override.input_line} names several values: add -m to run one job a value, or write a list as '{key}=[...]'"
             )
         if key == "hydra.job.chdir" and override.value():
             raise ValueError(f"{override.input_line}: paths are the caller's; a run does not change the folder it stands in")
