@@ -4,6 +4,8 @@ import itertools
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 import xml.etree.ElementTree as ET
 
@@ -66,7 +68,7 @@ def point(name, length=1):
     return Point("training", name, "tiny", length, 1, {})
 
 
-def behave(at, answer):
+def behave(at, known, answer):
     """Stands in for the measurement, in the process of a point."""
     if at.model == "quiet":
         os._exit(3)
@@ -74,13 +76,16 @@ def behave(at, answer):
         os.kill(os.getpid(), getattr(signal, at.model))
     if at.model == "slow":
         time.sleep(60)
-    answer.send({"status": "ok", "pid": os.getpid(), "threads": torch.get_num_threads()})
+    if at.model == "some":
+        time.sleep(0.8)
+    answer.send(({"status": "ok", "pid": os.getpid(), "known": sorted(known)}, {at.model: 1}))
 
 
 def test_each_point_has_a_process_and_what_ends_one_ends_that_one():
     asked = [point(name) for name in ("a", "quiet", "b", "SIGKILL", "SIGSEGV", "c")]
     rows = {at.model: row for at, row in pool.run(asked, patience=60, serve=behave)}
     assert list(rows) == [at.model for at in asked]
+    assert [rows[name]["known"] for name in "abc"] == [[], ["a"], ["a", "b"]], "what one found, later ones know"
     assert len({rows[name]["pid"] for name in "abc"} | {os.getpid()}) == 4
     assert rows["SIGKILL"]["status"] == "oom" and "SIGKILL" in rows["SIGKILL"]["error"]
     assert rows["SIGSEGV"]["status"] == rows["quiet"]["status"] == "failed"
@@ -98,8 +103,34 @@ def test_a_slow_point_is_ended_and_longer_ones_of_its_curve_are_not_begun():
 
 def test_points_after_the_time_limit_are_recorded_as_not_run():
     clock = itertools.count(0, 10)
-    rows = [row for _, row in pool.run([point("a"), point("b"), point("c")], 60, 15, serve=behave, clock=lambda: next(clock))]
+    rows = [row for _, row in pool.run([point("a"), point("b"), point("c")], 60, 35, serve=behave, clock=lambda: next(clock))]
     assert [row["status"] for row in rows] == ["ok", "not run", "not run"]
+    assert "not begun" in rows[1]["error"]
+
+
+def test_a_point_that_the_time_limit_ends_is_not_called_slow():
+    asked = [point("a"), point("slow", 10), point("slow", 100)]
+    rows = [row for _, row in pool.run(asked, patience=60, time_limit=2.0, serve=behave)]
+    assert [row["status"] for row in rows] == ["ok", "not run", "not run"]
+    assert "not done in the 2 s" in rows[1]["error"] and "not begun in the 2 s" in rows[2]["error"]
+
+
+def test_after_a_dear_point_the_longer_ones_of_its_curve_come_last():
+    asked = [point("a", 10), point("some", 10), point("some", 100), point("some", 1000), point("a", 100)]
+    came = [(at.model, at.length) for at, _ in pool.run(asked, patience=2.0, serve=behave)]
+    assert came == [("a", 10), ("some", 10), ("a", 100), ("some", 100), ("some", 1000)]
+
+
+def test_what_processes_share_is_there_and_no_gpu_is_touched_for_it():
+    """In a process of its own: what others import must not be asked here."""
+    code = (
+        "import sys; from seqmix.bench import preload, kernels; import torch; "
+        "assert not torch.cuda.is_initialized(); "
+        "from triton.runtime import driver; assert driver._active is None and driver._default is None; "
+        "from triton.runtime.cache import triton_key; assert triton_key.cache_info().currsize == 1; "
+        "missing = [n for n in preload.WITH_TRITON if f'seqmix_kernels.{n}' not in sys.modules]; assert not missing, missing"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # Where one passes another

@@ -6,7 +6,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from runs import CONF, names
 
-from seqmix.decode import Decoder, greedy, in_precision
+from seqmix.decode import WARMUP, Decoder, greedy, in_precision
 from seqmix.measure import tensors
 from seqmix.model import SequenceModel
 
@@ -67,6 +67,30 @@ def test_what_a_graph_does_is_stepping_over_one_buffer(name, monkeypatch):
         assert torch.equal(decoder.tokens, tokens[:, i])
     assert [t.data_ptr() for t in tensors(decoder.state)] == addresses
     assert all(torch.equal(a, b) for a, b in zip(tensors(state), held, strict=True)), "the state handed in was written to"
+
+
+@over_models
+@torch.no_grad()
+def test_what_comes_before_a_capture_copies_no_cache_and_changes_nothing(name, monkeypatch):
+    state, first, logits, _ = prompted(make(name))
+    decoder = Decoder(make(name), state, first)
+    decoder._own_state(room=N_NEW)
+    own, after = [t.clone() for t in tensors(decoder.state)], []
+    check = decoder._check_fits
+    monkeypatch.setattr(decoder, "_check_fits", lambda state: (check(state), after.append(state)))
+    decoder._warm_up()
+    assert len(after) == WARMUP
+    for before, *later in zip(decoder.state, *after, strict=True):  # a block's
+        if hasattr(before, "reserve"):
+            places = [(part.k.data_ptr(), part.v.data_ptr()) for part in (before, *later)]
+            assert len(set(places)) == 1, "a step of the warm-up copied the cache"
+            seen = int(before.length.max())
+            own[:2] = own[0][:, :, :seen], own[1][:, :, :seen]  # behind that it is spare
+            before = before._replace(k=before.k[:, :, :seen], v=before.v[:, :, :seen])
+        for t in tensors(before):
+            assert torch.equal(t, own.pop(0))
+    decoder._advance_in_place()
+    torch.testing.assert_close(decoder.logits, logits[:, 0])
 
 
 def test_a_state_that_grows_is_refused():

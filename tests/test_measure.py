@@ -151,6 +151,26 @@ def test_calls_longer_than_the_limit_are_timed_once():
     assert timing.whole == pytest.approx(measure.Spread(20_000, 0, 1)) and device.clock.now == pytest.approx(140)
 
 
+@pytest.mark.parametrize(("seconds", "fit"), [(3.0, 2), (2.0, 3), (4.0, 1)])
+def test_long_calls_are_timed_as_often_as_fits_into_the_limit_however_long_the_first_took(seconds, fit):
+    device, durations = Device(Clock()), [9.0, *[seconds] * 10]
+    timing = timed(device, {"call": lambda: device.work(durations.pop(0))}, seconds=0.1, least=3, limit=7)
+    assert timing.whole == pytest.approx(measure.Spread(1e3 * seconds, 0, fit)) and timing.first_ms == pytest.approx(9000)
+    assert len(durations) == 10 - fit, "no warm-up"
+
+
+def test_where_the_first_call_alone_is_long_the_second_is_the_warm_up():
+    device, durations, begun = Device(Clock()), [9.0, 0.7, *[0.5] * 100], []
+    timing = timed(
+        device,
+        {"call": lambda: device.work(durations.pop(0))},
+        seconds=3.6,
+        limit=7,
+        after_warmup=lambda: begun.append(len(durations)),
+    )
+    assert timing.whole == pytest.approx(measure.Spread(500, 0, 5)) and begun[-1] == 100, "where the timed calls begin"
+
+
 def test_sensors_are_read_now_and_then_and_give_medians():
     clock, readings = Clock(), iter([{"watts": 100.0, "sm_mhz": 1980.0}, {"watts": 700.0}, {"watts": 300.0}])
     sensors = measure.Sensors(torch.device("cuda"), read=lambda: next(readings), every=1.0, clock=clock)

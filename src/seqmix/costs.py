@@ -3,11 +3,13 @@
     training_cost     forward, backward, optimizer: milliseconds, tokens a second, peak memory, share of the card's FLOPs
     prompt_cost       a prompt of L tokens into the state, and what that state weighs
     decoding_cost     a token after that: eagerly, and under a CUDA graph
+    context_cost      both, over one prompt
     largest_batch     rows that decode at once in so much memory
 
-Each compares what it runs with the same model in float64, on a piece short enough for that, before it is timed: `check_error`
-is the relative error of the logits (Frobenius), and WrongError where it is above TOLERANCE of the dtype. Times are medians in
-milliseconds with their interquartile range (`*_iqr`) and number of calls; warm-up is not among them, the first call is apart.
+Each compares what it runs with the same model in float64, on a piece short enough for that: `check_error` is the relative
+error of the logits (Frobenius), and WrongError, in place of any number, where it is above TOLERANCE of the dtype;
+`check_seconds` is what that took. Times are medians in milliseconds with their interquartile range (`*_iqr`) and number of
+calls; warm-up is not among them, the first call is apart.
 """
 
 from __future__ import annotations
@@ -15,13 +17,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import time
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from seqmix.decode import Decoder, greedy, reserved
+from seqmix.decode import WARMUP, Decoder, greedy, reserved
 from seqmix.measure import (
     PeakMemory,
     Sensors,
@@ -35,7 +38,7 @@ from seqmix.measure import (
 from seqmix.metrics import scored_cross_entropy
 
 CHECKED = 64  # tokens compared with float64
-COUNTED = 16  # tokens whose FLOPs are counted, and twice as many
+COUNTED = 4  # tokens whose FLOPs are counted, and twice as many
 # relative error of logits after a whole model; a kernel that is wrong is off by its own size, or leaks the future
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 # dense matrix FLOP/s of data sheets, by a word of the card's name and the dtype
@@ -46,6 +49,7 @@ PEAK_FLOPS = {
 }  # fmt: skip
 BURST = 16  # tokens of one timed call of a graph: a replay at a time would time the events, too
 MOST_BURSTS = 20
+ROOM = 384  # for the tokens timed, warm-up included; a multiple of what a cache is read by
 Numbers = dict[str, float | int | None]
 
 
@@ -74,16 +78,19 @@ def training_cost(
     device, dtype = tokens.device, autocast or next(model.parameters()).dtype
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     model.train()
-    with torch.no_grad(), _precision(device, autocast):
-        logits = model(inputs)[:1, :CHECKED].clone()
-    error = _checked(model, inputs[:1, :CHECKED], logits, dtype)
+    started = time.perf_counter()
+    want = _exact_logits(model, inputs[:1, :CHECKED])  # of the weights as they are before the first step
     flops = 3 * forward_flops(model, inputs.shape[1])  # a token
-    del logits
+    check_seconds = time.perf_counter() - started
+    got: list[Tensor] = []
     loss: list[Tensor] = []
 
     def forward() -> None:
         with _precision(device, autocast):
-            loss_sum, scored = scored_cross_entropy(model(inputs), targets)
+            logits = model(inputs)
+            if not got:
+                got.append(logits[:1, :CHECKED].detach().clone())
+            loss_sum, scored = scored_cross_entropy(logits, targets)
         loss[:] = [(loss_sum / scored).float()]
 
     def backward() -> None:
@@ -94,6 +101,7 @@ def training_cost(
     _free(device)
     phases = {"forward": forward, "backward": backward, "optimizer": optimizer.step}
     timing = time_calls(phases, device, seconds=seconds, after_warmup=peak.reset, between=sensors)
+    error = _relative_error(got[0], want, dtype)
     if not bool(torch.isfinite(loss[0])):
         raise WrongError(f"the loss of a training step is {float(loss[0])}")
     step_seconds = timing.whole.median / 1e3
@@ -111,6 +119,7 @@ def training_cost(
         "mfu": flops * inputs.numel() / step_seconds / bound if bound else None,
         **_peaks(peak),
         "check_error": error,
+        "check_seconds": check_seconds,
         **sensors.summary(),
     }
 
@@ -144,39 +153,13 @@ def forward_flops(model: nn.Module, length: int) -> float:
 @torch.no_grad()
 def prompt_cost(model: nn.Module, tokens: Tensor, *, autocast: torch.dtype | None = None, seconds: float = 1.0) -> Numbers:
     """A prompt: tokens (B, L) into the state, with the logits of the last. And that state: `state_bytes` summed over its
-    tensors, `state_bytes_measured` what the allocator (on a CPU: the storages) holds more once it is there."""
-    device, dtype = tokens.device, autocast or next(model.parameters()).dtype
+    tensors, `state_bytes_measured` what the allocator (on a CPU: the storages) has been asked for once it is there."""
     model.eval()
-    with _precision(device, autocast):
-        error = _prompt_error(model, tokens[:1, :CHECKED], dtype)
-
-        def prefill() -> tuple[Tensor, object]:
-            return model.prefill_last(tokens, model.init_state(len(tokens)))
-
-        peak, sensors = PeakMemory(device), Sensors(device)
-        timing = time_calls({"prefill": prefill}, device, seconds=seconds, after_warmup=peak.reset, between=sensors)
-        peaks = _peaks(peak)
-        _free(device)
-        before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-        logits, state = prefill()
-        if not bool(torch.isfinite(logits).all()):
-            raise WrongError("the logits after the prompt are not finite")
-        del logits
-        _free(device)
-        held = torch.cuda.memory_allocated(device) - before if device.type == "cuda" else held_bytes(state)
-    return {
-        "tokens": tokens.numel(),
-        "prefill_first_ms": timing.first_ms,
-        **_named("prefill_ms", timing.whole),
-        "prefill_calls": timing.whole.count,
-        "prefill_tokens_per_second": 1e3 * tokens.numel() / timing.whole.median,
-        **{f"prefill_{name}": value for name, value in peaks.items()},
-        "state_bytes": state_bytes(state),
-        "state_bytes_measured": held,
-        "state_tensors": sum(1 for _ in tensors(state)),
-        "check_error": error,
-        **sensors.summary(),
-    }
+    started = time.perf_counter()
+    error = _prompt_error(model, tokens[:1, :CHECKED], autocast)
+    check_seconds = time.perf_counter() - started
+    numbers, _, _ = _prompt(model, tokens, autocast, seconds)
+    return numbers | {"check_error": error, "check_seconds": check_seconds}
 
 
 @torch.no_grad()
@@ -187,21 +170,88 @@ def decoding_cost(
     launches it, `graph_ms` as one replay of a CUDA graph (None, and `no_graph` says why, where there is none).
 
     Both take a token in and draw the likeliest next one. The context grows by the tokens timed, BURST a call."""
-    device, dtype = prompt.device, autocast or next(model.parameters()).dtype
     model.eval()
-    numbers: Numbers = {"check_error": _decoding_error(model, prompt, autocast, dtype)}
+    started = time.perf_counter()
+    error = _decoding_error(model, prompt, autocast)
+    check_seconds = time.perf_counter() - started
+    with _precision(prompt.device, autocast):
+        after = [*model.prefill_last(prompt, model.init_state(len(prompt)))]
+    return _decoding(model, after, batch, autocast, seconds) | {"check_error": error, "check_seconds": check_seconds}
+
+
+@torch.no_grad()
+def context_cost(model: nn.Module, prompt: Tensor, *, autocast: torch.dtype | None = None, seconds: float = 1.0) -> Numbers:
+    """`prompt_cost`, and `decoding_cost` of the state that it leaves; the check is that of decoding, which begins with a
+    prompt."""
+    model.eval()
+    started = time.perf_counter()
+    error = _decoding_error(model, prompt, autocast)
+    check_seconds = time.perf_counter() - started
+    numbers, *after = _prompt(model, prompt, autocast, seconds)
+    numbers |= _decoding(model, after, len(prompt), autocast, seconds)
+    return numbers | {"check_error": error, "check_seconds": check_seconds}
+
+
+def _prompt(model: nn.Module, tokens: Tensor, autocast: torch.dtype | None, seconds: float) -> tuple[Numbers, Tensor, object]:
+    """Its numbers; the logits (B, V) and the state that the last timed call left."""
+    device, on_gpu = tokens.device, tokens.device.type == "cuda"
+    kept: list = []
+    before = 0
+
+    def prefill() -> None:
+        kept.clear()
+        kept.extend(model.prefill_last(tokens, model.init_state(len(tokens))))
+
+    def settle() -> None:
+        nonlocal before
+        kept.clear()
+        _free(device)
+        before = _requested(device) if on_gpu else 0
+        peak.reset()
+
+    peak, sensors = PeakMemory(device), Sensors(device)
     with _precision(device, autocast):
-        logits, state = model.prefill_last(prompt, model.init_state(len(prompt)))
-        # room for what is timed: a cache that grows on the way would be copied, which is not a token's cost
-        state = rows(reserved(state, BURST * (MOST_BURSTS + 2)), batch)
-        first = greedy(logits)[torch.arange(batch, device=device) % len(prompt)]  # (B,)
-        del logits
+        timing = time_calls({"prefill": prefill}, device, seconds=seconds, after_warmup=settle, between=sensors)
+    peaks = _peaks(peak)
+    logits, state = kept
+    if not bool(torch.isfinite(logits).all()):
+        raise WrongError("the logits after the prompt are not finite")
+    if on_gpu:  # the logits are there, too, in whatever storage they are a view of
+        held = _requested(device) - before - held_bytes(logits)
+    else:
+        held = held_bytes(state)
+    numbers = {
+        "tokens": tokens.numel(),
+        "prefill_first_ms": timing.first_ms,
+        **_named("prefill_ms", timing.whole),
+        "prefill_calls": timing.whole.count,
+        "prefill_tokens_per_second": 1e3 * tokens.numel() / timing.whole.median,
+        **{f"prefill_{name}": value for name, value in peaks.items()},
+        "state_bytes": state_bytes(state),
+        "state_bytes_measured": held,
+        "state_tensors": sum(1 for _ in tensors(state)),
+        **sensors.summary(),
+    }
+    return numbers, logits, state
+
+
+def _decoding(model: nn.Module, after: list, batch: int, autocast: torch.dtype | None, seconds: float) -> Numbers:
+    """after: logits (b, V) and state of a prompt. It is emptied: a state is not to stand beside the one that is timed."""
+    logits, state = after
+    after.clear()
+    device, b = logits.device, len(logits)
+    first = greedy(logits)[torch.arange(batch, device=device) % b]  # (B,)
+    # room for what is timed: a cache that grows on the way would be copied, which is not a token's cost
+    state = reserved(state, ROOM)
+    if batch != b:
+        state = rows(state, batch)
+    del logits
     eager = Decoder(model, state, first, autocast=autocast)
     _free(device)
     peak, sensors = PeakMemory(device), Sensors(device)
     settings = {"seconds": seconds / 2, "least": 5, "between": sensors}
     timing = time_calls({"step": eager.advance}, device, most=BURST * MOST_BURSTS, after_warmup=peak.reset, **settings)
-    numbers |= {
+    numbers = {
         "batch": batch,
         "eager_first_ms": timing.first_ms,
         **_named("eager_ms", timing.whole),
@@ -215,7 +265,7 @@ def decoding_cost(
     try:
         graphed = Decoder(model, state, first, autocast=autocast)
         del eager, state
-        graphed.capture(room=BURST * (MOST_BURSTS + 2))
+        graphed.capture(room=ROOM - WARMUP)
 
         def burst() -> None:
             for _ in range(BURST):
@@ -235,17 +285,18 @@ def decoding_cost(
 
 @torch.no_grad()
 def largest_batch(
-    model: nn.Module, prompt: Tensor, limit_bytes: int, *, autocast: torch.dtype | None = None, most: int = 1 << 16
+    model: nn.Module, prompt: Tensor, limit_bytes: int, *, autocast: torch.dtype | None = None, most: int = 1 << 15
 ) -> Numbers:
     """Rows that can decode at once after a prompt (1, L) where this process may take `limit_bytes`, weights included.
 
     `rows_counted`: by arithmetic, the limit less the weights over the bytes of a row's state. On a GPU also `rows_tried`:
-    doubled until a step runs out of memory, then halved in until 5 % are between one that fits and one that does not."""
+    doubled until a step runs out of memory, then halved in until 5 % are between one that fits and one that does not; no more
+    than `most` are tried."""
     device = prompt.device
     model.eval()
     with _precision(device, autocast):
         _, state = model.prefill_last(prompt, model.init_state(1))
-    state = reserved(state, 2)
+    state = reserved(state, 16)
     row, weights = state_bytes(state), sum(p.numel() * p.element_size() for p in model.parameters())
     numbers: Numbers = {
         "limit_bytes": limit_bytes,
@@ -253,6 +304,7 @@ def largest_batch(
         "state_bytes": row,
         "rows_counted": max(0, (limit_bytes - weights) // row),
         "rows_tried": None,
+        "rows_most": most,
     }
     if device.type != "cuda":
         return numbers
@@ -302,6 +354,8 @@ def rows(state: object, batch: int) -> object:
     """A state of `batch` rows: row i is row i mod b of `state`, whose tensors have their b rows in the first axis."""
     if isinstance(state, Tensor):
         return state[torch.arange(batch, device=state.device) % len(state)]
+    if hasattr(state, "rows"):
+        return state.rows(torch.arange(batch, device=state[0].device) % len(state[0]))
     parts = [rows(part, batch) for part in state]
     return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
 
@@ -309,23 +363,27 @@ def rows(state: object, batch: int) -> object:
 # Right or wrong
 
 
-def _checked(model: nn.Module, tokens: Tensor, logits: Tensor, dtype: torch.dtype) -> float:
-    """Relative error of logits (1, n, V) of tokens (1, n) against the model in float64."""
+def _exact_logits(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Logits (1, n, V) of tokens (1, n) by the model in float64."""
     exact = copy.deepcopy(model).double().eval()
     with torch.no_grad(), torch.autocast(tokens.device.type, enabled=False):
-        want = exact(tokens)
+        return exact(tokens)
+
+
+def _relative_error(logits: Tensor, want: Tensor, dtype: torch.dtype) -> float:
     error = float((logits.double() - want).norm() / want.norm())
     if not error <= TOLERANCE[dtype]:  # NaN is not
         raise WrongError(f"logits are {error:.2e} from those in float64, relatively; {dtype} may be {TOLERANCE[dtype]:.0e}")
     return error
 
 
-def _prompt_error(model: nn.Module, tokens: Tensor, dtype: torch.dtype) -> float:
-    logits, _ = model.prefill(tokens, model.init_state(1))
-    return _checked(model, tokens, logits, dtype)
+def _prompt_error(model: nn.Module, tokens: Tensor, autocast: torch.dtype | None) -> float:
+    with _precision(tokens.device, autocast):
+        logits, _ = model.prefill(tokens, model.init_state(1))
+    return _relative_error(logits, _exact_logits(model, tokens), autocast or next(model.parameters()).dtype)
 
 
-def _decoding_error(model: nn.Module, prompt: Tensor, autocast: torch.dtype | None, dtype: torch.dtype) -> float:
+def _decoding_error(model: nn.Module, prompt: Tensor, autocast: torch.dtype | None) -> float:
     """Relative error of decoding a piece of the prompt's first row, under a graph where that can be."""
     tokens = prompt[:1, :CHECKED]
     start = max(1, tokens.shape[1] - 4)
@@ -340,7 +398,7 @@ def _decoding_error(model: nn.Module, prompt: Tensor, autocast: torch.dtype | No
         decoder.tokens.copy_(tokens[:, t])
         decoder.advance()
         logits.append(decoder.logits[:, None].clone())  # a replay writes over them
-    return _checked(model, tokens, torch.cat(logits, dim=1), dtype)
+    return _relative_error(torch.cat(logits, dim=1), _exact_logits(model, tokens), autocast or next(model.parameters()).dtype)
 
 
 # Small parts
@@ -367,6 +425,11 @@ def _named(name: str, times: Spread, factor: float = 1.0) -> Numbers:
 
 def _peaks(peak: PeakMemory) -> Numbers:
     return {"peak_allocated_mib": peak.allocated(), "peak_reserved_mib": peak.reserved(), "peak_rss_mib": peak.rss()}
+
+
+def _requested(device: torch.device) -> int:
+    """Bytes that the tensors on a GPU were asked for: without what the allocator rounds up to."""
+    return torch.cuda.memory_stats(device)["requested_bytes.all.current"]
 
 
 def _free(device: torch.device) -> None:

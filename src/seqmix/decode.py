@@ -91,8 +91,7 @@ class Decoder:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side), self._precision():
-            for _ in range(WARMUP):
-                self._check_fits(self.model.step(self.tokens, self.state)[1])
+            self._warm_up()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph), self._precision():
@@ -101,7 +100,15 @@ class Decoder:
 
     def _own_state(self, room: int) -> None:
         """Storage of its own for each tensor: two that share one, or a view of more, could not be written over apart."""
-        self.state = _map(lambda t: t.clone(memory_format=torch.contiguous_format), reserved(self.state, room + WARMUP))
+        self.state = _owned(self.state, room + WARMUP)
+
+    def _warm_up(self) -> None:
+        """Steps whose results are dropped. Each goes on from the one before: a cache is then written behind its end, where it
+        is spare, and copied nowhere."""
+        after = self.state
+        for _ in range(WARMUP):
+            _, after = self.model.step(self.tokens, after)
+            self._check_fits(after)
 
     def _advance_in_place(self) -> None:
         self.logits, after = self.model.step(self.tokens, self.state)
@@ -130,7 +137,7 @@ class Decoder:
 
 
 def reserved(state: object, tokens: int) -> object:
-    """`state` with room for `tokens` more, where its parts can be given room (they have `reserve`); else as it was."""
+    """`state` with room for `tokens` more, where its parts can be given it (they have `reserve` and `rows`); else as it was."""
     if isinstance(state, Tensor):
         return state
     if hasattr(state, "reserve"):
@@ -139,9 +146,12 @@ def reserved(state: object, tokens: int) -> object:
     return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
 
 
-def _map(function: Callable[[Tensor], Tensor], state: object) -> object:
-    """The same nesting of tuples and NamedTuples, `function` of each tensor in it."""
+def _owned(state: object, tokens: int) -> object:
+    """`state` with room for `tokens` more and dense storage of its own for each of its tensors."""
     if isinstance(state, Tensor):
-        return function(state)
-    parts = [_map(function, part) for part in state]
+        return state.clone(memory_format=torch.contiguous_format)
+    if hasattr(state, "reserve"):
+        larger = state.reserve(tokens)
+        return larger.rows(torch.arange(len(state[0]), device=state[0].device)) if larger is state else larger
+    parts = [_owned(part, tokens) for part in state]
     return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)

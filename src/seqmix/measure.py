@@ -157,7 +157,7 @@ def time_calls(
     least: int = 3,
     most: int = 200,
     warmup: int = 1,
-    limit: float = 10.0,
+    limit: float = 7.0,
     before: Callable[[], object] | None = None,
     after_warmup: Callable[[], object] | None = None,
     between: Callable[[], object] | None = None,
@@ -167,12 +167,13 @@ def time_calls(
 ) -> Timing:
     """Time a call made of `phases`, run in their order, for about `seconds`: `least` to `most` times.
 
-    The first call, then `warmup` more, are not among the timed ones. Calls so long that all this would take over `limit`
-    seconds are warmed up and timed fewer times, once at least. `before` runs before every call, outside its time
-    (a cold cache, a state put back). `after_warmup` runs once, where the timed calls begin (peaks are reset); `between`
+    The first call, then `warmup` more, are not among the timed ones. Where these and `least` would take over `limit` seconds
+    there is no further warm-up, and as many are timed as fit into it, one at least. `before` runs before every call, outside
+    its time (a cold cache, a state put back). `after_warmup` runs where the timed calls begin (peaks are reset); `between`
     after every timed call, outside its time (sensors are read). marks, synchronize, clock: the device's, unless handed in.
 
-    On a GPU the host runs ahead of the device, as in use: it waits before the timed calls and after them, not between.
+    On a GPU the host runs ahead of the device, as in use: it waits before the timed calls and after them, and between them
+    only where they are so long that it has to see how many fit.
     """
     marks = marks or (EventMarks() if device.type == "cuda" else WallMarks())
     synchronize = synchronize or synchronizer(device)
@@ -193,18 +194,41 @@ def time_calls(
         synchronize()
         return clock() - started
 
-    first = on_the_clock()
-    last = first
-    for _ in range(warmup if first * (warmup + least) <= limit else 0):
-        last = on_the_clock()
-    if after_warmup is not None:
-        after_warmup()
-    taken = []
-    last = max(last, 1e-9)
-    for _ in range(max(min(least, max(1, int(limit / last))), min(most, int(seconds / last)))):
-        taken.append(call())
+    def begin() -> None:
+        if after_warmup is not None:
+            after_warmup()
+
+    def timed() -> list:
+        marked = call()
         if between is not None:
             between()
+        return marked
+
+    def timed_on_the_clock() -> tuple[list, float]:
+        started = clock()
+        marked = timed()
+        synchronize()
+        return marked, clock() - started
+
+    first = last = on_the_clock()
+    if first * (warmup + least) <= limit:
+        for _ in range(warmup):
+            last = on_the_clock()
+        begin()
+        taken = []
+    else:
+        begin()
+        marked, last = timed_on_the_clock()
+        taken, left = [marked], limit - last
+        if last * (warmup + least) <= limit:  # the first alone was long, with what is compiled in it: this one was the warm-up
+            begin()
+            taken = []
+        while 0 < len(taken) < least and last <= left:
+            marked, last = timed_on_the_clock()
+            taken.append(marked)
+            left -= last
+    if not taken:
+        taken = [timed() for _ in range(max(least, min(most, int(seconds / max(last, 1e-9)))))]
     synchronize()
     parts = [[marks.milliseconds(a, b) for a, b in itertools.pairwise(at)] for at in taken]
     return Timing(

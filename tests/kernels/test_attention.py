@@ -5,6 +5,7 @@ import functools
 import json
 import math
 import os
+import pickle
 import subprocess
 import sys
 import types
@@ -243,6 +244,41 @@ def test_auto_on_a_gpu_takes_the_fastest_that_is_right(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="while a CUDA graph is captured"):
         op._decide(case)
+
+
+def test_what_one_process_has_tried_another_need_not(monkeypatch):
+    tried, card = [], "card A"
+
+    def decide(case):
+        tried.append(case)
+        return "cudnn", "fastest of cudnn 1.000 ms"
+
+    monkeypatch.setattr(op, "_decide", decide)
+    monkeypatch.setattr(op, "why_not", lambda impl, case: refused)
+    monkeypatch.setattr(op, "_tried", {})
+    monkeypatch.setattr(op, "_handed", {})
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: card)
+    case, refused = Case(torch.device("cuda", 0), torch.bfloat16, 64, 1, train=True), None
+
+    def another_process(choices):
+        op._decide_once.cache_clear()
+        op._tried.clear()
+        op._handed.clear()
+        op.take_choices(pickle.loads(pickle.dumps(choices)))
+        return which_impl(case)
+
+    assert another_process({}) == which_impl(case) == ("cudnn", "fastest of cudnn 1.000 ms") and len(tried) == 1
+    known = op.tried_choices()
+    told = "cudnn", "fastest of cudnn 1.000 ms" + op.EARLIER
+    assert another_process(known) == another_process(op.tried_choices()) == told and len(tried) == 1
+    which_impl(case._replace(train=False))
+    which_impl(case._replace(cached=True))
+    assert len(tried) == 3 and [key[-1] for key in op.tried_choices()] == [case, case._replace(train=False)]
+    card = "card B"
+    assert another_process(known)[1] == "fastest of cudnn 1.000 ms" and len(tried) == 4, "another card is tried"
+    card, refused = "card A", "not installed here"
+    assert another_process(known)[1] == "fastest of cudnn 1.000 ms" and len(tried) == 5, "what cannot run here is not taken"
+    op._decide_once.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

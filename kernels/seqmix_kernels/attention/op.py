@@ -3,7 +3,7 @@
 import functools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ IMPLS = ("auto", "fa4", "fa2", "cudnn", "flash", "efficient", "math")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MASKED = ("efficient", "math")  # these take any mask; the others know causality, one window, and documents
 SMALL_ORDER = ("flash", "fa2", "efficient", "cudnn")  # by what their launches took on an H200; flash-attn-4's take longest
+EARLIER = " (found in an earlier process)"
 LARGE = 2**28  # scores: half a millisecond of an H200, forward and backward
 
 
@@ -129,6 +130,7 @@ def case_of(q, k, v, windows=None, slopes=None, seq_idx=None, lengths=None, drop
 
 # ---- the choice ----------------------------------------------------------------------------------------------------
 
+
 def why_not(impl: str, case: Case) -> str | None:
     """Why `impl` cannot run in this case, as far as can be told without running it; None if it can."""
     if impl == "math":
@@ -160,9 +162,35 @@ def _decide_as_constant(*fields) -> tuple[str, str]:
 _decide_as_constant._dynamo_marked_constant = True
 
 
+Tried = tuple[str, str, str, Case]  # name of the card, torch's version, precision of float32 products, case
+
+_tried: dict[Tried, tuple[str, str]] = {}  # in this process
+_handed: dict[Tried, tuple[str, str]] = {}  # from another
+
+
+def tried_choices() -> dict[Tried, tuple[str, str]]:
+    """What "auto" has taken on a GPU, and why, after its candidates ran: here, or in a process that handed them over."""
+    return _handed | _tried
+
+
+def take_choices(choices: Mapping[Tried, tuple[str, str]]) -> None:
+    """Spare this process what another has tried (`tried_choices`). A choice holds for the same card and torch, and where what
+    it takes can run here; its reason then says that it was measured earlier. Cases decided before stay as they are."""
+    _handed.update(choices)
+
+
 @functools.cache
 def _decide_once(case: Case) -> tuple[str, str]:
-    name, reason = _decide(case)
+    key = None
+    if case.device.type == "cuda" and not case.cached and case.dtype != torch.float64:  # where candidates are run
+        key = torch.cuda.get_device_name(case.device), torch.__version__, torch.get_float32_matmul_precision(), case
+    name, reason = _handed.get(key, (None, ""))
+    if name is None or why_not(name, case) is not None:
+        name, reason = _decide(case)
+        if key is not None:
+            _tried[key] = name, reason
+    elif not reason.endswith(EARLIER):
+        reason += EARLIER
     slow = name == "math" and case.dtype != torch.float64
     text = "attention in %s on %s takes %s: %s"
     log.log(logging.WARNING if slow else logging.INFO, text, str(case.dtype)[6:], case.device, name, reason)
@@ -219,6 +247,7 @@ def _choose(case: Case, impl: str) -> str:
 
 
 # ---- what backends need not know: windows that differ, biases, head sizes -------------------------------------------
+
 
 def _run(name, q, k, v, scale, windows, seq_idx, lengths, dropout):
     if name in ("fa4", "fa2") or (name == "flash" and q.is_cuda):
@@ -325,6 +354,7 @@ def _fake_document_offsets(seq_idx):
 
 
 # ---- contract ------------------------------------------------------------------------------------------------------
+
 
 def _windows(window, q: Tensor) -> Windows | None:
     if window is None:

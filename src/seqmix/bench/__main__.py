@@ -40,6 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(__doc__.strip())
         return 0
     register_resolvers()
+    pool.start()
     try:
         conf = next((at.resolve() for at in PLACES if (at / "bench.yaml").is_file()), None)
         if conf is None:

@@ -178,7 +178,8 @@ def kernel_cost(case: Case, device: torch.device, seconds: float) -> dict:
 
 def graph_of(call: Callable[[], object]) -> Callable[[], object] | None:
     """Replays `call` as a CUDA graph: the time of the GPU's work alone, however slowly the host launches it. None where the
-    call waits for the device, or does what cannot be captured."""
+    call waits for the device, does what cannot be captured, or has not the memory: a graph keeps all that it allocates."""
+    torch.cuda.empty_cache()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -188,8 +189,6 @@ def graph_of(call: Callable[[], object]) -> Callable[[], object] | None:
     try:
         with torch.cuda.graph(graph):
             call()
-    except torch.OutOfMemoryError:
-        raise
     except RuntimeError:
         return None
     return graph.replay

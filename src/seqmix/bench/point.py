@@ -6,6 +6,7 @@ import gc
 import os
 import time
 import traceback
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 
 import torch
@@ -17,13 +18,18 @@ from seqmix.bench.grid import Point
 from seqmix.config import build, build_model
 from seqmix.decode import in_precision
 from seqmix.optim import make_optimizer
+from seqmix_kernels.attention import take_choices, tried_choices
 
 
-def serve(point: Point, answer: Connection) -> None:
-    """The process: measures, answers with what `attempt` gives, and is gone."""
+def serve(point: Point, known: Mapping, answer: Connection) -> None:
+    """The process: measures, answers with what `attempt` gives and what it has found out of use to later ones, and is gone.
+
+    known: of earlier processes of the same run, so on the same card with the same versions (attention's choices)."""
     gc.freeze()  # what was imported before: no collection looks at it again
     started = time.perf_counter()
-    answer.send(attempt(point) | {"seconds": round(time.perf_counter() - started, 2)})
+    take_choices(known)
+    row = attempt(point)
+    answer.send((row | {"seconds": round(time.perf_counter() - started, 2)}, tried_choices()))
     answer.close()
     os._exit(0)  # nothing is left to be put in order, and that would take a second
 
@@ -57,25 +63,39 @@ def numbers(point: Point) -> dict:
 
         return kernel_cost(tuple(config["case"]), device, config["seconds"])
     autocast = config["autocast"] and getattr(torch, config["autocast"])
+    started = time.perf_counter()
     with device:  # weights are drawn where they are used
         model = build_model(OmegaConf.create(config["model"]), config["vocab_size"])
-    settings = {"autocast": autocast, "seconds": config["seconds"]}
-    tokens = costs.random_tokens(config["vocab_size"], max(1, min(point.batch, 8)), point.length, device, config["seed"])
-    if point.part == "training":
+    training = point.part == "training"
+    batch, length = (point.batch, point.length + 1) if training else (max(1, min(point.batch, 8)), point.length)
+    tokens = costs.random_tokens(config["vocab_size"], batch, length, device, config["seed"])
+    if training:
         optimizer = make_optimizer(model, build(OmegaConf.create(config["optimizer"])))
-        tokens = costs.random_tokens(config["vocab_size"], point.batch, point.length + 1, device, config["seed"])
-        return costs.training_cost(model, optimizer, tokens, **settings)
-    if autocast is not None:
+    elif autocast is not None:
         in_precision(model, autocast)
-    if point.part == "context":
-        prompt = costs.prompt_cost(model, tokens, **settings)
-        decoding = costs.decoding_cost(model, tokens, 1, **settings)
-        error = max(prompt["check_error"], decoding["check_error"])
-        return _sizes(model) | prompt | decoding | {"check_error": error}
-    if point.part == "decode":
-        return _sizes(model) | costs.decoding_cost(model, tokens, point.batch, **settings)
-    limit = int(config["limit_gib"] * 2**30)
-    return _sizes(model) | costs.largest_batch(model, tokens, limit, autocast=autocast)
+    measure.synchronizer(device)()
+    facts = _sizes(model) | {"setup_seconds": round(time.perf_counter() - started, 2)}
+    settings = {"autocast": autocast, "seconds": config["seconds"]}
+    if training:
+        facts |= costs.training_cost(model, optimizer, tokens, **settings)
+    elif point.part == "context":
+        facts |= costs.context_cost(model, tokens, **settings)
+    elif point.part == "decode":
+        facts |= costs.decoding_cost(model, tokens, point.batch, **settings)
+    else:
+        facts |= costs.largest_batch(model, tokens, int(config["limit_gib"] * 2**30), autocast=autocast)
+    return facts | {"kernels": kernels_used(model, batch, point.length, autocast, training)}
+
+
+def kernels_used(model: nn.Module, batch: int, length: int, autocast: torch.dtype | None, training: bool) -> dict[str, str]:
+    """What computed a prompt or a step's sequences, of the parts of the model that choose, and why."""
+    device = next(model.parameters()).device.type
+    used = {}
+    with torch.autocast(device, autocast or torch.bfloat16, autocast is not None), torch.set_grad_enabled(training):
+        for part in model.modules():
+            if hasattr(part, "kernels_used"):
+                used |= part.kernels_used(batch, length)
+    return used
 
 
 def _sizes(model: nn.Module) -> dict[str, int]:

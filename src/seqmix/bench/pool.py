@@ -6,18 +6,24 @@ ten seconds of imports. What a process could not say itself is read from how it 
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import forkserver
 
 from seqmix.bench import point as worker
 from seqmix.bench.grid import Point
 
-# none of them touches a GPU when it is imported
-PRELOADED = [
-    "seqmix.bench.point", "seqmix.bench.__main__", "seqmix.bench.kernels", "seqmix.mixers.mamba", "seqmix.mixers.attention",
-]  # fmt: skip
+PRELOADED = ["seqmix.bench.preload"]
+DEAR = 1 / 3  # of the patience: after a point that took longer, the longer ones of its curve wait for all others
+
+
+def start() -> None:
+    """Start the server, which then imports beside what the caller does; `run` would start it, too."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
 
 
 def run(
@@ -28,35 +34,55 @@ def run(
     serve: Callable = worker.serve,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[tuple[Point, dict]]:
-    """(point, its row) one by one. patience: seconds for one point; after that it is ended, its status is `slow`, and longer
-    ones of its curve are not begun. time_limit: seconds after which none is begun."""
+    """(point, its row) one by one, in the order given, but those that will be DEAR last. patience: seconds for one point; after
+    that it is ended, its status is `slow`, and longer ones of its curve are not begun. time_limit: seconds from the first call;
+    after them none is begun, and what runs is ended: both are `not run`."""
+    start()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
     began = clock()
     slow: dict[tuple, int] = {}
-    for point in points:
+    dear: dict[tuple, int] = {}
+    known: dict = {}
+
+    def row_of(point: Point) -> dict:
         at = slow.get(point.curve)
         if at is not None and point.length > at:
-            yield point, {"status": "slow", "error": f"not begun: at length {at} it took over {patience:g} s"}
-        elif time_limit is not None and clock() - began > time_limit:
-            yield point, {"status": "not run", "error": f"not begun in {time_limit:g} s"}
+            return {"status": "slow", "error": f"not begun: at length {at} it took over {patience:g} s"}
+        left = math.inf if time_limit is None else time_limit - (clock() - began)
+        if left <= 0:
+            return {"status": "not run", "error": f"not begun in the {time_limit:g} s of the whole"}
+        started = clock()
+        row, found = _one(context, point, known, min(patience, left), serve)
+        known.update(found)
+        if row["status"] == "slow" and left < patience:
+            return row | {"status": "not run", "error": f"not done in the {time_limit:g} s of the whole"}
+        if row["status"] == "slow":
+            slow[point.curve] = point.length
+        elif clock() - started > DEAR * patience:
+            dear[point.curve] = point.length
+        return row
+
+    waiting = []
+    for point in points:
+        if point.length > dear.get(point.curve, math.inf):
+            waiting.append(point)
         else:
-            row = _one(context, point, patience, serve)
-            if row["status"] == "slow":
-                slow[point.curve] = point.length
-            yield point, row
+            yield point, row_of(point)
+    for point in waiting:
+        yield point, row_of(point)
 
 
-def _one(context, point: Point, patience: float, serve: Callable) -> dict:
+def _one(context, point: Point, known: Mapping, patience: float, serve: Callable) -> tuple[dict, dict]:
+    """The row, and what the process found out of use to later ones."""
     started = time.perf_counter()
     here, there = context.Pipe(duplex=False)
-    process = context.Process(target=serve, args=(point, there), daemon=True)
+    process = context.Process(target=serve, args=(point, known, there), daemon=True)
     process.start()
     there.close()
-    row = None
+    row, found = None, {}
     try:
         if here.poll(patience):
-            row = here.recv()
+            row, found = here.recv()
     except EOFError:  # it ended without a word
         pass
     else:
@@ -67,7 +93,7 @@ def _one(context, point: Point, patience: float, serve: Callable) -> dict:
     if row is None:
         row = _last_word(process.exitcode)
     here.close()
-    return row | {"process_seconds": round(time.perf_counter() - started, 2)}
+    return row | {"process_seconds": round(time.perf_counter() - started, 2)}, found
 
 
 def _last_word(code: int) -> dict:

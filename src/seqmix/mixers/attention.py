@@ -58,7 +58,12 @@ class AttentionState(NamedTuple):
         if extra <= 0:
             return self
         k, v = (F.pad(t, (0, 0, 0, extra)) for t in (self.k, self.v))
-        return _marked(k, v, self.length.view_as(self.length), _span(self.length))
+        return _marked(k, v, self.length.clone(), _span(self.length))
+
+    def rows(self, index: Tensor) -> AttentionState:
+        """The rows of `index` (B',), in buffers of their own: a step need not copy them before it writes there."""
+        k, v, length = (t[index] for t in self)
+        return _marked(k, v, length, _span(length))
 
 
 class Attention(Mixer):
