@@ -34,7 +34,16 @@ from rich.table import Table
 
 from seqmix import measure
 from seqmix.callbacks import NonFiniteError, best_checkpoint
-from seqmix.config import build, build_model, check, check_command_line, check_processes, find_checkpoint, register_resolvers
+from seqmix.config import (
+    build,
+    build_model,
+    check,
+    check_command_line,
+    check_kernels,
+    check_processes,
+    find_checkpoint,
+    register_resolvers,
+)
 from seqmix.module import SequenceModule
 from seqmix.sweep.jobs import in_a_sweep, objective, read_summary, take_up
 from seqmix.tracking import closing, source_facts, source_state
@@ -91,6 +100,7 @@ def train(cfg: DictConfig, folder: Path) -> dict:
     loggers = [build(node) for node in (cfg.get("logger") or {}).values() if node]
     trainer = build(cfg.trainer)(callbacks=callbacks, logger=loggers, default_root_dir=str(folder))
     check_processes(trainer)
+    check_kernels(cfg, module.model, trainer)
 
     OmegaConf.save(cfg, folder / "config.yaml")
     summary = {"status": "failed", "folder": str(folder), "resumed_from": checkpoint and str(checkpoint)}

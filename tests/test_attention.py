@@ -486,5 +486,16 @@ def test_a_run_leaves_what_computed_attention_and_the_bytes_of_the_cache(tmp_pat
 def test_b04_a_run_that_cannot_have_its_kernel_is_refused_in_one_line(tmp_path):
     with pytest.raises(ValueError, match=r"impl='fa4' cannot run here: flash-attn-4 \(the extra `gpu`.* needs an NVIDIA GPU"):
         runs.start(tmp_path / "run", "model=transformer", "task=selective_copy", *runs.SELECTIVE_COPY, "model.attn_impl=fa4")
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["status"] == "failed" and "needs an NVIDIA GPU, q is on the CPU" in summary["error"]
+
+
+def test_a_job_of_a_sweep_that_cannot_have_its_kernel_fails_before_its_first_batch(tmp_path):
+    kernels = "model.attn_impl=fa4,math"
+    done = runs.command(tmp_path, "logger=csv", *runs.SELECTIVE_COPY, "model=transformer", kernels, multirun=True)
+    assert done.returncode == 1, done.stderr
+    found = {"fa4": None, "math": None}
+    for file in tmp_path.glob("outputs/sweeps/*/*/summary.json"):
+        (name,) = (name for name in found if f"attn_impl={name}" in (file.parent / ".hydra/overrides.yaml").read_text())
+        found[name] = json.loads(file.read_text())
+        assert (file.parent / "metrics.csv").exists() == (name == "math")
+    assert found["math"]["status"] == "complete" and found["math"]["kernels"] == {"attention": "math (asked for)"}
+    assert found["fa4"]["status"] == "failed" and "needs an NVIDIA GPU, q is on the CPU" in found["fa4"]["error"]

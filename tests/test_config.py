@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from runs import SELECTIVE_COPY, command
 
 from seqmix.config import check_command_line, register_resolvers
 
@@ -162,6 +163,14 @@ def test_one_process_is_enough_where_one_device_is_asked_for(monkeypatch):
         monkeypatch.setenv(name, value)
     for trainer in ("default", "ddp_cpu", "fsdp"):
         check_command_line([f"trainer={trainer}", "trainer.devices=1", "trainer.accelerator=cpu"], CONF)
+
+
+def test_asking_for_an_implementation_leaves_its_word_to_the_log_of_the_run(tmp_path):
+    overrides = ("model.scan=sequential", "model.decode=reference", "logger=csv", *SELECTIVE_COPY)
+    done = command(tmp_path, *overrides)
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "outputs" / "runs").iterdir()
+    assert "causal_conv1d on cpu takes" in (folder / "train.log").read_text()
 
 
 def test_nothing_is_made_by_a_refusal(capsys, tmp_path, monkeypatch):

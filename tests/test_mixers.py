@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils._python_dispatch as dispatch
 from hydra.utils import get_class, instantiate
 from omegaconf import OmegaConf
 
@@ -15,8 +16,9 @@ from seqmix.mixers.lstm import LSTM
 from seqmix.mixers.mamba import Mamba, inverse_softplus
 from seqmix.mixers.rnn import RNN
 from seqmix.mixers.s4d import StateSpace
-from seqmix_kernels.selective_scan import IMPLS
+from seqmix_kernels.selective_scan import IMPLS, cpu
 
+needs_compiler = pytest.mark.skipif(cpu.why_not() is not None, reason=f"no C kernel here: {cpu.why_not()}")
 ROOT = Path(__file__).parents[1]
 CONFIGS = {path.stem: OmegaConf.load(path) for path in sorted((ROOT / "conf" / "model").glob("*.yaml"))}
 over_models = pytest.mark.parametrize("name", CONFIGS)
@@ -187,9 +189,7 @@ def test_padding_and_companions_change_nothing(name):
     alone, state = mixer.prefill(x[1:2], mixer.init_state(1))
     together, states = mixer.prefill(x, mixer.init_state(3))
     torch.testing.assert_close(together[1:2], alone, **EXACT)
-    torch.testing.assert_close(
-        mixer(padded)[:, :11], together, rtol=0, atol=1e-10
-    )  # an FFT's error follows the largest
+    torch.testing.assert_close(mixer(padded)[:, :11], together, rtol=0, atol=1e-10)  # an FFT's error follows the largest
     for a, b in zip(states, state, strict=True):
         torch.testing.assert_close(a[1:2], b, **EXACT)
 
@@ -387,3 +387,46 @@ def test_mamba_starts_as_its_paper_says():
 def test_mamba_refuses_what_cannot_be(keys, words):
     with pytest.raises(ValueError, match=words):
         Mamba(D, **keys)
+
+
+# What is said of the kernels
+
+
+class Seen(dispatch.TorchDispatchMode):
+    """The compiled operators of a call and their backends."""
+
+    def __init__(self):
+        super().__init__()
+        self.backends = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "seqmix":
+            name = func.name().removeprefix("seqmix::").removesuffix("_fwd")
+            self.backends["s4_kernel" if name in ("s4d_kernel", "dplr_kernel") else name] = args[-1]
+        return func(*args, **(kwargs or {}))
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("name", "keys", "seen"),
+    [
+        ("mamba", {}, {"mamba_inner": "cpu"}),  # one node around the others
+        ("mamba", {"scan": "chunked"}, {"causal_conv1d": "cpu"}),
+        ("mamba", {"d_conv": 9}, {"selective_scan": "cpu"}),  # more taps than the compiled convolution takes
+        ("s4", {}, {"s4_kernel": "torch", "fft_conv": "torch"}),
+        ("s4d", {"impl": "reference"}, {}),
+        ("lstm", {}, {}),
+    ],
+)
+def test_what_a_mixer_says_of_its_kernels_is_what_runs(name, keys, seen):
+    mixer = instantiate(CONFIGS[name].model, **keys)(d_model=D)
+    x = normal(2, 7, D, dtype=torch.float32)
+    with Seen() as mode:
+        mixer(x)
+    used = mixer.kernels_used(x)
+    assert mode.backends == seen and all(used[op].split()[0] == backend for op, backend in seen.items())
+    assert (used == {}) == (name == "lstm")
+    if name == "mamba":
+        parts = {op: what.split()[0] for op, what in used.items()}
+        wanted = {"selective_scan": keys.get("scan", "cpu"), "causal_conv1d": "reference" if "d_conv" in keys else "cpu"}
+        assert parts == wanted | {"mamba_inner": "reference" if keys else "cpu", "mamba_step": "reference"}

@@ -2,8 +2,8 @@
 
 Refused, with the nearest name that exists: a key nothing reads (also behind `+`), a choice that is not there, a value
 of another type than its default. Refused with the numbers: sizes that cannot be (the task is built, and the model on
-the meta device, which costs no memory), other processes than the devices ask for, and on a CPU an implementation that
-cannot run there.
+the meta device, which costs no memory), other processes than the devices ask for, and an implementation that cannot run
+there.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ def check_command_line(arguments: list[str], conf: Path) -> DictConfig | None:
         if multirun:
             return None
         cfg = compose_run(overrides, conf, folder="(made when the run starts)")
-        check(cfg)
+        model = check(cfg)
         callbacks = [build(node) for node in (cfg.get("callbacks") or {}).values() if node]
-        check_processes(build(cfg.trainer)(callbacks=callbacks, logger=False))
-        if cfg.trainer.accelerator == "cpu" and cfg.trainer.precision in ("32-true", "bf16-mixed"):
-            _try_on_cpu(cfg)
+        trainer = build(cfg.trainer)(callbacks=callbacks, logger=False)
+        check_processes(trainer)
+        check_kernels(cfg, model, trainer)
     except (ValueError, TypeError, MisconfigurationException, HydraException, OmegaConfBaseException) as error:
         _refuse(str(error))
     return cfg
@@ -89,8 +89,8 @@ def compose_run(overrides: list[str], conf: Path, folder: Path | str) -> DictCon
     return cfg
 
 
-def check(cfg: DictConfig) -> None:
-    """ValueError where a resolved config names something that cannot be; builds task and model, on no device."""
+def check(cfg: DictConfig) -> SequenceModel:
+    """ValueError where a resolved config names something that cannot be; builds the task and, on no device, the model."""
     if missing := sorted(OmegaConf.missing_keys(cfg)):
         raise ValueError(f"no value for {', '.join(missing)}")
     if str(cfg.trainer.precision) in ("16-true", "bf16-true", "16", "bf16"):
@@ -112,8 +112,10 @@ def check(cfg: DictConfig) -> None:
     find_checkpoint(cfg)
     task = build(cfg.task)
     with torch.device("meta"):
-        optimizer = make_optimizer(build_model(cfg, task.vocab_size), build(cfg.optimizer))
+        model = build_model(cfg, task.vocab_size)
+        optimizer = make_optimizer(model, build(cfg.optimizer))
         build(cfg.scheduler)(optimizer, total_steps=max(1, cfg.trainer.max_steps))
+    return model
 
 
 def check_processes(trainer: L.Trainer) -> None:
@@ -134,20 +136,15 @@ def check_processes(trainer: L.Trainer) -> None:
         )
 
 
-def _try_on_cpu(cfg: DictConfig) -> None:
-    """ValueError where an implementation that the model names cannot run here: one layer reads eight tokens and a ninth.
+def check_kernels(cfg: DictConfig, model: SequenceModel, trainer: L.Trainer) -> None:
+    """ValueError where an implementation that the config names cannot run on the trainer's device: it is asked, not run.
 
-    Only for what is named: `auto` takes what runs. On a GPU the run itself says so, at its first batch.
+    Only for what is named: `auto` takes what runs, and says what in the log of the run. model: on any device.
     """
     if all(cfg.model.get(key, "auto") == "auto" for key in ("scan", "decode", "attn_impl", "impl")):
         return
-    cfg = OmegaConf.merge(cfg, {"size": {"n_layer": 1}, "dropout": 0.0})
-    model = build_model(cfg, vocab_size=2)
-    tokens = torch.zeros(1, 8, dtype=torch.int64)
-    with torch.autocast("cpu", torch.bfloat16, enabled=cfg.trainer.precision == "bf16-mixed"):
-        model(tokens)  # with gradients, as training has it
-        with torch.no_grad():
-            model.step(tokens[:, 0], model.prefill(tokens, model.init_state(1))[1])
+    with trainer.precision_plugin.forward_context():
+        model.kernels_used(cfg.task.batch_size, cfg.task.seq_len, trainer.strategy.root_device)
 
 
 def find_checkpoint(cfg: DictConfig) -> Path | None:

@@ -119,6 +119,20 @@ class SequenceModel(nn.Module):
             after.append(block_state)
         return self._head(x), tuple(after)
 
+    def kernels_used(self, batch: int, length: int, device: torch.device | None = None) -> dict[str, str]:
+        """What computes each operator over (batch, length) tokens under the autocast and gradient mode of the caller, and why.
+
+        device: where it would run; None: where the parameters are. Nothing is run, but "auto" may measure on a GPU. ValueError
+        where what was asked for by name cannot run.
+        """
+        E = self.embedding.weight
+        device, dtype = device or E.device, E.dtype
+        if dtype != torch.float64 and torch.is_autocast_enabled(device.type):
+            dtype = torch.get_autocast_dtype(device.type)
+        number = torch.empty((), dtype=dtype, device=device, requires_grad=torch.is_grad_enabled())
+        x = number.expand(batch, length, E.shape[1])  # one number: what is in it is not looked at
+        return {op: what for block in self.blocks for op, what in block.mixer.kernels_used(x).items()}
+
     @torch.no_grad()
     def generate(
         self,

@@ -1,6 +1,6 @@
 """Causal softmax attention. `which_impl` says what "auto" takes and why; README.md has the mathematics."""
 
-from .op import IMPLS, Case, alibi_slopes, attention, case_of, take_choices, tried_choices, which_impl
+from .op import IMPLS, Case, alibi_slopes, attention, case_of, take_choices, tried_choices, which_impl, why_not
 from .rotary import rotary_phases, rotate, rotate_queries_and_keys
 from .step import STEP_IMPLS, attention_step
 
@@ -18,4 +18,5 @@ __all__ = [
     "take_choices",
     "tried_choices",
     "which_impl",
+    "why_not",
 ]

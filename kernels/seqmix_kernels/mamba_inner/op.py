@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ..causal_conv1d.op import which_impl as which_convolution
 from ..causal_conv1d.op import why_not as convolution_why_not
 from ..selective_scan.op import which_impl, why_not
 from . import inner
@@ -94,6 +95,17 @@ def _compiled(u: Tensor, conv: Tensor, scan: str) -> str | None:
     if reason:
         raise ValueError(f"scan={scan!r} cannot run here: {reason}")
     return name if convolution_why_not(name, u, conv) is None else None
+
+
+def which_impls(u: Tensor, conv: Tensor, scan: str = "auto") -> dict[str, str]:
+    """What computes the parts of `mamba_inner` for tensors like these, and why; ValueError as there."""
+    name = _compiled(u, conv, scan)
+    scan_name, reason = which_impl(u) if scan == "auto" else (scan, "asked for")
+    used = {"selective_scan": f"{scan_name} ({reason})"}
+    if name is not None:
+        return used | {"causal_conv1d": f"{name} (as the scan)", "mamba_inner": f"{name} (one autograd node)"}
+    used["causal_conv1d"] = "{} ({})".format(*which_convolution(u, conv))
+    return used | {"mamba_inner": f"reference (the composition of its parts: scan {scan_name}, {conv.shape[1]} taps)"}
 
 
 def saved_bytes(d_model: int, width: int, n: int, rank: int, itemsize: int, level: int, state_bytes: float) -> float:

@@ -67,8 +67,8 @@ def mamba_step(
             _say_once(device, impl, reason)
     elif impl not in IMPLS:
         raise ValueError(f"impl must be one of {', '.join(IMPLS)}; got {impl!r}")
-    elif impl == "fused" and (reason := why_not(u, conv, needs_grad)):
-        raise ValueError(f"impl='fused' cannot run here: {reason}")
+    elif reason := why_not(impl, u, conv, needs_grad):
+        raise ValueError(f"impl={impl!r} cannot run here: {reason}")
     if impl == "fused":
         if in_place and not torch.compiler.is_compiling():
             return _step(*tensors, discretization, dtype, True)
@@ -81,12 +81,14 @@ def mamba_step(
 
 def which_impl(u: Tensor, conv: Tensor, needs_grad: bool) -> tuple[str, str]:
     """What "auto" takes for tensors like these, and why: ("fused", "fused GPU kernels")."""
-    reason = why_not(u, conv, needs_grad)
+    reason = why_not("fused", u, conv, needs_grad)
     return ("fused", "fused GPU kernels") if reason is None else ("reference", f"fused cannot run: {reason}")
 
 
-def why_not(u: Tensor, conv: Tensor, needs_grad: bool) -> str | None:
-    """Why the fused step cannot run on tensors like these; None if it can."""
+def why_not(impl: str, u: Tensor, conv: Tensor, needs_grad: bool) -> str | None:
+    """Why `impl` cannot run on tensors like these; None if it can."""
+    if impl == "reference":
+        return None
     if needs_grad:
         return "it has no gradient"
     if u.device.type == "cpu" and not _interpreting():

@@ -7,7 +7,7 @@ import torch
 
 
 class Kernels(L.Callback):
-    """Asks every part of the model that has `kernels_used(batch, length)`: names of operators, what computes them and why.
+    """Asks the model, by `kernels_used(batch, length)`: names of operators, what computes them and why.
 
     At the start of training, under the precision and on the device of the run: where a choice is measured, this is when.
     """
@@ -16,11 +16,8 @@ class Kernels(L.Callback):
         self._used: dict[str, str] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._used = {}
         with trainer.precision_plugin.forward_context(), torch.enable_grad():
-            for part in pl_module.model.modules():
-                if hasattr(part, "kernels_used"):
-                    self._used |= part.kernels_used(trainer.datamodule.batch_size, trainer.datamodule.seq_len)
+            self._used = pl_module.model.kernels_used(trainer.datamodule.batch_size, trainer.datamodule.seq_len)
         for logger in trainer.loggers:
             logger.log_hyperparams({"kernels": self._used})
 

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqmix.mixers.base import Mixer
+from seqmix.mixers.base import Mixer, named
 from seqmix_kernels.attention import (
     IMPLS,
     alibi_slopes,
@@ -31,6 +31,7 @@ from seqmix_kernels.attention import (
     case_of,
     rotate_queries_and_keys,
     which_impl,
+    why_not,
 )
 
 POSITIONS = ("rope", "none", "alibi", "hard_alibi")
@@ -206,18 +207,11 @@ class Attention(Mixer):
         )  # fmt: skip
         return self.out_proj(y.flatten(1)), _advanced(state, length, 1, span)
 
-    def kernels_used(self, batch: int, length: int) -> dict[str, str]:
-        """What computes attention over (batch, length) tokens under the autocast and gradient mode of the caller, and why."""
-        weight = self.qkv_proj.weight
-        kind = weight.device.type
-        low = torch.is_autocast_enabled(kind) and weight.dtype != torch.float64
-        dtype = torch.get_autocast_dtype(kind) if low else weight.dtype
-        q = torch.empty((), dtype=dtype, device=weight.device, requires_grad=torch.is_grad_enabled())
-        q = q.expand(batch, length, self.n_heads, self.head_dim)  # one number: shapes are all that is looked at
+    def kernels_used(self, x: Tensor) -> dict[str, str]:
+        q = x.unflatten(-1, (self.n_heads, self.head_dim))
         k = q[:, :, : self.n_kv_heads]
         case = case_of(q, k, k, self.windows, self.slopes, dropout=self.attn_dropout if self.training else 0.0)
-        name, reason = which_impl(case) if self.attn_impl == "auto" else (self.attn_impl, "asked for")
-        return {"attention": f"{name} ({reason})"}
+        return {"attention": named(self.attn_impl, which_impl, why_not, case)}
 
     def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x (B, L, D) at positions (L,) or (B, L) -> q (B, L, H, P), k and v (B, L, H_kv, P)."""

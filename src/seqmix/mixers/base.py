@@ -49,6 +49,14 @@ class Mixer(nn.Module):
         """x (B, L, D) with L >= 0, the state before it -> y (B, L, D), the state after it."""
         raise NotImplementedError
 
+    def kernels_used(self, x: Tensor) -> dict[str, str]:
+        """What computes each operator over a sequence like x (B, L, D), and why; {} where torch's own modules do it all.
+
+        Of x the shape, dtype, device and whether a gradient is wanted are read; the parameters may be on another device.
+        Nothing is run. ValueError where what was asked for by name cannot run.
+        """
+        return {}
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """What `.to()`, `.half()` and their kin call. The parameters a mixer holds itself (spectra, step sizes, skips;
         not the weights of its Linears) stay in float32 where the rest goes to 16 bits, in which exp(-0.001) is 1."""
@@ -84,6 +92,15 @@ def in_pieces(layer: nn.RNNBase, x: Tensor, state: Tensor | tuple) -> tuple[Tens
         y, state = layer(piece, state)
         outputs.append(y)
     return torch.cat(outputs, dim=1), state
+
+
+def named(impl: str, auto: Callable, why_not: Callable, *like: object) -> str:
+    """`fused (asked for)`, or what "auto" takes and why: an operator's `which_impl` and `why_not`, asked about `like`."""
+    if impl == "auto":
+        return "{} ({})".format(*auto(*like))
+    if reason := why_not(impl, *like):
+        raise ValueError(f"impl={impl!r} cannot run here: {reason}")
+    return f"{impl} (asked for)"
 
 
 def no_weight_decay(parameter: nn.Parameter, lr_scale: float = 1.0, max_lr: float | None = None) -> nn.Parameter:

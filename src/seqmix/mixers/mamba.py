@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from seqmix.mixers.base import Mixer, no_weight_decay
+from seqmix.mixers.base import Mixer, named, no_weight_decay
 from seqmix_kernels.causal_conv1d import causal_conv1d
-from seqmix_kernels.mamba_inner import LEVELS, mamba_inner
+from seqmix_kernels.mamba_inner import LEVELS, mamba_inner, which_impls
 from seqmix_kernels.mamba_step import IMPLS as STEPS
-from seqmix_kernels.mamba_step import mamba_step
+from seqmix_kernels.mamba_step import mamba_step, which_impl, why_not
 from seqmix_kernels.selective_scan import IMPLS, selective_scan
 
 DISCRETIZATIONS = ("euler", "zoh")
@@ -131,6 +131,15 @@ class Mamba(Mixer):
             in_place=u_t.is_cuda and torch.cuda.is_current_stream_capturing(),
         )  # fmt: skip
         return y, MambaState(*state)
+
+    def kernels_used(self, u: Tensor) -> dict[str, str]:
+        # of the convolution the number of taps is read; decoding has no gradient
+        conv, needs_grad = torch.empty(self.d_inner, self.d_conv, device="meta"), False
+        used = which_impls(u, conv, self.scan)
+        used["mamba_step"] = named(self.decode, which_impl, why_not, u[:, 0], conv, needs_grad)
+        if not self._plain():
+            used |= dict.fromkeys(("mamba_inner", "mamba_step"), "not used (a projection is no plain nn.Linear)")
+        return used
 
     def _run(self, u: Tensor, conv_state: Tensor | None, ssm_state: Tensor | None) -> tuple[Tensor, MambaState]:
         if self._plain():

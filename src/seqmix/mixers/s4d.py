@@ -19,9 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqmix.mixers.base import Mixer, no_weight_decay
+from seqmix.mixers.base import Mixer, named, no_weight_decay
 from seqmix_kernels.fft_conv import fft_conv
+from seqmix_kernels.fft_conv import which_impl as which_convolution
+from seqmix_kernels.fft_conv import why_not as why_not_convolution
 from seqmix_kernels.s4_kernel import IMPLS, discretize, expm1, power, s4d_kernel, s4d_layer_kernel, times
+from seqmix_kernels.s4_kernel import which_impl as which_kernel
+from seqmix_kernels.s4_kernel import why_not as why_not_kernel
 
 INITS = ("lin", "inv", "legs", "real")
 DISCRETIZATIONS = ("zoh", "bilinear")
@@ -99,6 +103,11 @@ class StateSpace(Mixer):
             y, after = self.carry(u, state.x)
             y = F.gelu(y + self.D * u).to(x.dtype)
         return self._project(y), StateSpaceState(after)
+
+    def kernels_used(self, x: Tensor) -> dict[str, str]:
+        c = torch.empty((), dtype=self.C.dtype, device=x.device)
+        kernel = named(self.impl, which_kernel, why_not_kernel, c)
+        return {"s4_kernel": kernel, "fft_conv": named(self.impl, which_convolution, why_not_convolution, x)}
 
     def dt(self) -> Tensor:
         """Δ (D,), float64."""
