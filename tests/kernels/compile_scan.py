@@ -72,7 +72,8 @@ def build(kernel, args, meta, arch):
 
 
 def report(compiled):
-    """Registers, stack bytes (spills), static and dynamic shared memory, instructions."""
+    """Registers, stack bytes (spills), shared memory, instructions, accesses to the stack, and how many of those lie in a
+    loop that holds no other loop."""
     bin_dir = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "k.cubin")
@@ -86,7 +87,22 @@ def report(compiled):
     return {
         "registers": number("REG"), "stack": number("STACK"), "shared": compiled.metadata.shared,
         "instructions": len(ops), "local": sum(op.startswith(("LDL", "STL")) for op in ops),
+        "in_loop": sum(op.startswith(("LDL", "STL")) for first, last in innermost(sass) for op in ops[first:last]),
     }  # fmt: skip
+
+
+def innermost(sass):
+    """First and last instruction of every loop that holds no other: the branches backwards."""
+    labels, loops, count = {}, [], 0
+    for text in sass.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", text):
+            labels[label[1]] = count
+        elif re.match(r"\s+/\*[0-9a-f]{4,}\*/\s", text):
+            jump = re.search(r"BRA.*`\((\.L_x_\d+)\)", text)
+            if jump and labels.get(jump[1], count) < count:  # a label further down is not known yet
+                loops.append((labels[jump[1]], count))
+            count += 1
+    return [a for a in loops if not any(a[0] <= b[0] and b[1] <= a[1] and a != b for b in loops)]
 
 
 def inputs(batch, length, width, n, groups=1, dtype=torch.bfloat16, z=True, D=True, bias=True, state=False, seq=False):
@@ -120,8 +136,14 @@ CASES = {
         ("bf16 few", dict(n=16, length=192), True, 2),
         ("fp32 N12 odd state", dict(n=12, dtype=torch.float32, length=90, width=72, state=True), False, 2),
         ("bf16 N40 documents", dict(n=40, seq=True), False, 2),
+        ("bf16 zoh", dict(n=16), False, 1, "zoh"),
+        ("bf16 few zoh documents, odd D", dict(n=16, length=192, width=63, seq=True), True, 2, "zoh"),
+        ("fp32 N12 odd state zoh", dict(n=12, dtype=torch.float32, length=90, width=71, state=True), False, 2, "zoh"),
     ],
 }
+
+
+FIRST = ("bf16 N16", "bf16", "bf16 zoh")  # of each kind, what "first" compiles
 
 
 def convolution(arch):
@@ -150,12 +172,14 @@ def main(arch, kind, which="all"):
         from seqmix_kernels.selective_scan import gluon_kernels
 
         modules.append(gluon_kernels)
-    for name, kwargs, *rest in CASES[kind][: 1 if which == "first" else None]:
+    for name, kwargs, *rest in CASES[kind]:
+        if which != "all" and name not in FIRST:
+            continue
         if kind == "gluon":
-            few, segments = rest
+            few, segments, *rest = rest
             fused.SMS = 132 if few else 0  # two variants of the backward: by the number of CTAs
             how = {"how": fused.Plan(True, segments, segments)}
-            rest = ["euler"]
+            rest = rest or ["euler"]
         else:
             how = {}
         seen = set()

@@ -73,16 +73,20 @@ def test_kernels_compile_for_hopper_without_spills(kind):
     rows = script("compile_scan.py", "90", kind)
     assert {r["kernel"] for r in rows} >= {"fwd_kernel", "bwd_kernel"}
     for r in rows:
-        # the Gluon kernels hold to 168 registers: a few bytes of a tile's, never of a step's, go to the stack
-        allowed = 0 if kind == "plain" else 160
+        # the Gluon kernels hold to 168 registers (255 in float32): a few bytes of a tile's go to the stack, in the backward
+        # never of a step's (the forward has its 32 steps in one loop over tiles)
+        allowed = 0 if kind == "plain" else 200
         assert r["stack"] <= allowed and r["shared"] <= 76_800, r
+        assert r["in_loop"] == 0 or r["kernel"] == "fwd_kernel", r
 
 
 @pytest.mark.parametrize(("kind", "allowed"), [("plain", 0), ("gluon", 192)])
 def test_kernels_compile_for_ampere_and_blackwell(kind, allowed):
     for arch in ("80", "100"):
         rows = [r for r in script("compile_scan.py", arch, kind, "first") if r["kernel"] in ("fwd_kernel", "bwd_kernel")]
-        assert len(rows) == 2 and all(r["stack"] <= allowed and r["shared"] <= 99 * 1024 for r in rows)
+        assert len(rows) == (2 if kind == "plain" else 4)
+        assert all(r["in_loop"] == 0 for r in rows if r["kernel"] == "bwd_kernel")
+        assert all(r["stack"] <= allowed and r["shared"] <= 99 * 1024 for r in rows)
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------------
@@ -123,11 +127,42 @@ def test_real_kernels_match_the_equation(scan, case):
     bench, fused = scan
     args = bench.inputs(*case)
     hows = [(fused.Plan(False), 0)]
-    if fused.gluon_why_not(args[0], case[4], "euler") is None:
+    if fused.gluon_why_not(args[0], case[4]) is None:
         hows += [(fused.Plan(True, 1, 1), 0), (fused.Plan(True, 3, 3), 132)]
     for how, fused.SMS in hows:
         e = bench.errors(args, how)
         assert e.same and not within(e.ours, e.torch, args[0].dtype != torch.float32), how
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        (2, 127, 128, 16, 1, torch.bfloat16, ()),
+        (1, 65, 71, 33, 1, torch.float16, ("z",)),
+        (2, 64, 71, 16, 1, torch.float32, ()),
+        (1, 100, 33, 16, 1, torch.bfloat16, ("initial_state", "D")),
+        (2, 97, 140, 5, 2, torch.bfloat16, ()),
+        (2, 70, 96, 33, 1, torch.float32, ()),
+        (1, 1, 1, 16, 1, torch.bfloat16, ()),
+        (2, 40, 1, 3, 1, torch.float32, ()),
+    ],
+    ids=str,
+)
+def test_zero_order_hold_and_padded_channels_in_gluon(scan, case):
+    """Also where A is 0 and where it makes the state grow, with documents, in both forms of the backward."""
+    bench, fused = scan
+    args = bench.inputs(*case)
+    args[2][:, 0] = 0.0
+    args[2][0] *= -0.1
+    assert fused.gluon_why_not(args[0], case[4]) is None
+    length = case[1]
+    seq = (torch.arange(length, device="cuda") * 3 // length).repeat(case[0], 1)
+    hows = (fused.Plan(True, 1, 1), 0), (fused.Plan(True, 3, 3), 132)
+    for discretization, seq_idx in (("zoh", None), ("zoh", seq), ("euler", seq)):
+        for how, fused.SMS in hows:
+            e = bench.errors(args, how, discretization=discretization, seq_idx=seq_idx)
+            assert e.same and not within(e.ours, e.torch, args[0].dtype != torch.float32), (discretization, seq_idx, how)
 
 
 @pytest.mark.gpu
@@ -197,17 +232,18 @@ def test_no_length_is_special_on_the_gpu(scan, length):
 @pytest.mark.gpu
 def test_not_a_number_stays_in_its_row_on_the_gpu(scan):
     bench, fused = scan
+    hows = [fused.Plan(True, 1, 1), fused.Plan(True, 2, 2), fused.Plan(False)]
     for i, name in ((0, "x"), (1, "dt"), (2, "A")):
-        for how in (fused.Plan(True, 1, 1), fused.Plan(True, 2, 2), fused.Plan(False)):
-            args = bench.inputs(2, 80, 64, 16)
+        for how, width, rule in [(h, 64, "euler") for h in hows] + [(h, 63, "zoh") for h in hows]:
+            args = bench.inputs(2, 80, width, 16)
             args[i][(0, 37, 5) if i < 2 else (5, 3)] = float("nan")
-            y, final, *saved = fused.forward(*args, None, True, "euler", None, how=how)
+            y, final, *saved = fused.forward(*args, None, True, rule, None, how=how)
             bad = torch.zeros_like(y, dtype=torch.bool)
             bad[0 if i < 2 else slice(None), 37 if i < 2 else 0 :, 5] = True
-            assert torch.equal(y.isnan(), bad), (name, how)
+            assert torch.equal(y.isnan(), bad), (name, how, rule)
             assert final[0, 5].isnan().any() and not final[1, 6:].isnan().any()
-            dx = fused.backward(torch.ones_like(y), None, *args, None, y, *saved, True, "euler", None, how=how)[0]
-            assert not dx[1 if i < 2 else slice(None), :, 6:].isnan().any(), (name, how)
+            dx = fused.backward(torch.ones_like(y), None, *args, None, y, *saved, True, rule, None, how=how)[0]
+            assert not dx[1 if i < 2 else slice(None), :, 6:].isnan().any(), (name, how, rule)
 
 
 @pytest.mark.gpu
@@ -217,19 +253,23 @@ def test_compiles_without_a_break_on_the_gpu(scan):
 
     bench, _ = scan
     torch.use_deterministic_algorithms(False)
-    args = bench.inputs(2, 96, 64, 16)
-    dfinal = torch.ones(2, 64, 16, device="cuda")
+    for width, rule in ((64, "euler"), (63, "zoh")):
+        args = bench.inputs(2, 96, width, 16)
+        dfinal = torch.ones(2, width, 16, device="cuda")
 
-    def run(function):
-        return bench.gradients(args, lambda t: function(*t[:8], initial_state=t[8]), args[0], dfinal)
+        def run(function, args=args, dfinal=dfinal, rule=rule):
+            def call(given):
+                return function(*given[:8], discretization=rule, initial_state=given[8])
 
-    compiled = torch.compile(selective_scan, fullgraph=True, backend="aot_eager")
-    for eager, other in zip(run(selective_scan), run(compiled), strict=True):
-        assert torch.equal(eager, other)
-    leaves = [t.requires_grad_() for t in args]
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    op = torch.ops.seqmix.selective_scan_fwd.default
-    torch.library.opcheck(op, (*leaves, None, True, "euler", None, True, "fused"), test_utils=tests)
+            return bench.gradients(args, call, args[0], dfinal)
+
+        compiled = torch.compile(selective_scan, fullgraph=True, backend="aot_eager")
+        for eager, other in zip(run(selective_scan), run(compiled), strict=True):
+            assert torch.equal(eager, other)
+        leaves = [t.requires_grad_() for t in args]
+        tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+        op = torch.ops.seqmix.selective_scan_fwd.default
+        torch.library.opcheck(op, (*leaves, None, True, rule, None, True, "fused"), test_utils=tests)
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ speed   six shapes of models: medians of triton.testing.do_bench, peak MiB of on
 graph   the same as a replayed CUDA graph of one call: without the host's share
 peer    the same by mamba_ssm's CUDA kernel, where it is installed
 states  time against N
-forms   the same shapes by plain Triton, and by Gluon with other numbers of segments
+forms   both discretizations, an odd D, plain Triton beside Gluon; other numbers of segments
 family  every implementation, and the loops one would write first, against L: one JSON line a point (also on a CPU)
 figure  draws those lines
 """
@@ -122,7 +122,7 @@ def check():
         args = inputs(batch, length, width, n, groups, dtype, without)
         title = f"B{batch} L{length} D{width} N{n} G{groups} {str(dtype)[6:]}"
         report(title + " plain", errors(args, fused.Plan(False)))
-        if fused.gluon_why_not(args[0], groups, "euler") is not None:
+        if fused.gluon_why_not(args[0], groups) is not None:
             continue
         for segments in (1, 3):
             for fused.SMS in (0, few):  # the two forms of the backward
@@ -133,11 +133,21 @@ def check():
     fused.SMS = few
     seq = torch.tensor([0] * 30 + [1] * 70 + [2] * 20, device="cuda").repeat(2, 1)
     report("seq_idx", errors(inputs(2, 120, 40, 16), seq_idx=seq))
-    report("zoh, seq_idx", errors(inputs(2, 120, 40, 16, dtype=torch.float32), seq_idx=seq, discretization="zoh"))
+    # zero-order hold, padded channels, both forms of the backward
+    for width, n, groups, dtype in ((40, 16, 1, torch.float32), (71, 16, 1, torch.bfloat16), (71, 33, 1, torch.float16),
+                                    (140, 16, 2, torch.float32)):  # fmt: skip
+        args = inputs(2, 120, width, n, groups, dtype)
+        args[2][:, 0] = 0.0
+        for rule in ("euler", "zoh"):
+            for segments, fused.SMS in ((1, 0), (3, few)):
+                e = errors(args, fused.Plan(True, segments, segments), discretization=rule, seq_idx=seq)
+                report(f"{rule} D{width} N{n} G{groups} {str(dtype)[6:]} segments {segments} few {fused.SMS > 0}", e)
+    fused.SMS = few
+    report("zoh plain", errors(inputs(2, 120, 40, 16), fused.Plan(False), seq_idx=seq, discretization="zoh"))
     torch.use_deterministic_algorithms(False)
 
 
-def calls(args, how=None, chunk=None):
+def calls(args, how=None, chunk=None, rule="euler"):
     """Forward and forward + backward as functions of nothing, through the operator and autograd; how: not through it."""
     leaves = [None if t is None else t.detach().requires_grad_() for t in args]
     given = [t for t in leaves if t is not None]
@@ -145,24 +155,24 @@ def calls(args, how=None, chunk=None):
 
     def forward():
         if how is not None:
-            return fused.forward(*args, None, True, "euler", chunk, False, how)[0]
+            return fused.forward(*args, None, True, rule, chunk, False, how)[0]
         with torch.no_grad():
-            return op.selective_scan(*args[:8], initial_state=args[8], chunk=chunk, impl="fused")[0]
+            return op.selective_scan(*args[:8], discretization=rule, initial_state=args[8], chunk=chunk, impl="fused")[0]
 
     def both():
         if how is not None:
-            y, _, *saved = fused.forward(*args, None, True, "euler", chunk, True, how)
-            grads = fused.backward(dy, None, *args, None, y, *saved, True, "euler", chunk, how)
+            y, _, *saved = fused.forward(*args, None, True, rule, chunk, True, how)
+            grads = fused.backward(dy, None, *args, None, y, *saved, True, rule, chunk, how)
             return y, grads
-        y, _ = op.selective_scan(*leaves[:8], initial_state=leaves[8], chunk=chunk, impl="fused")
+        y, _ = op.selective_scan(*leaves[:8], discretization=rule, initial_state=leaves[8], chunk=chunk, impl="fused")
         return y, torch.autograd.grad(y, given, dy)
 
     return forward, both
 
 
-def measure(args, how=None, chunk=None):
+def measure(args, how=None, chunk=None, rule="euler"):
     """Medians in ms of forward and forward + backward, and peak MiB above the inputs of each."""
-    return [timed(f) for f in calls(args, how, chunk)]
+    return [timed(f) for f in calls(args, how, chunk, rule)]
 
 
 def timed(f):
@@ -178,8 +188,8 @@ def timed(f):
     return do_bench(f, warmup=20, rep=150, return_mode="median"), peak
 
 
-def line(name, args, how=None, chunk=None):
-    (f, fp), (t, tp) = measure(args, how, chunk)
+def line(name, args, how=None, chunk=None, rule="euler"):
+    (f, fp), (t, tp) = measure(args, how, chunk, rule)
     print(f"{name:44s} fwd {f:7.3f} ms {fp:6.0f} MiB   fwd+bwd {t:8.3f} ms {tp:6.0f} MiB   {floors(args, f, t)}", flush=True)
 
 
@@ -308,9 +318,12 @@ def states():
 
 
 def forms():
-    args = inputs(8, 2048, 3072, 16, without=("initial_state",))
-    line("plain B8 L2048 D3072", args, fused.Plan(False))
-    line("gluon B8 L2048 D3072, no autograd", args, fused.Plan(True))
+    for width in (3072, 3071):
+        args = inputs(8, 2048, width, 16, without=("initial_state",))
+        for rule in ("euler", "zoh"):
+            line(f"gluon B8 L2048 D{width} {rule}", args, rule=rule)
+            line(f"plain B8 L2048 D{width} {rule}", args, fused.Plan(False), rule=rule)
+    line("gluon B8 L2048 D3072, no autograd", inputs(8, 2048, 3072, 16, without=("initial_state",)), fused.Plan(True))
     for length, width, counts in ((131072, 2048, (12, 24, 36, 48, 64)), (65536, 1536, (16, 32, 48, 64))):
         args = inputs(1, length, width, 16, without=("initial_state",))
         for segments in counts:

@@ -2,7 +2,8 @@
 
 Two forms of one design, with the same saved tensors, so either backward can follow either forward:
   triton_kernels   plain Triton, general, testable by Triton's interpreter
-  gluon_kernels    explicit layouts, tuned on Hopper, for all that matters; `gluon_why_not` says when it is passed over
+  gluon_kernels    explicit layouts, tuned on Hopper, for all that matters; `gluon_why_not` says when it is passed over,
+                   `padded_group` which channels are padded for it
 
 Saved for the backward, beyond the inputs: the states before every `chunk`-th step, 16-bit fixed point with one exponent
 a channel for 16-bit inputs (1.06 bytes per (b, t, d) at N = 16 and chunk 32), float32 for float32 inputs. The output
@@ -15,6 +16,7 @@ import os
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..launch import launch
@@ -63,18 +65,14 @@ def why_not(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> str | Non
     return None
 
 
-def gluon_why_not(x: Tensor, groups: int, discretization: str) -> str | None:
+def gluon_why_not(x: Tensor, groups: int) -> str | None:
     """Why a call takes the plain kernels; None if it takes the Gluon ones."""
     if x.device.type != "cuda" or not _nvidia(x.device.index):
         return "no NVIDIA GPU of compute capability 8.0 or newer"
-    if x.shape[2] % 2:
-        return f"D = {x.shape[2]} is odd"
     if x.shape[0] > 65535:
         return f"{x.shape[0]} rows, more than a grid's second axis takes"
-    if groups > 1 and x.shape[2] // groups % BLOCK:
-        return f"a group's {x.shape[2] // groups} channels are no multiple of {BLOCK}"
-    if discretization != "euler":
-        return discretization
+    if groups > 1 and x.shape[2] // groups < BLOCK // 2:
+        return f"a group's {x.shape[2] // groups} channels would fill less than half of a CTA's {BLOCK}"
     return None
 
 
@@ -83,10 +81,19 @@ def _nvidia(index: int | None) -> bool:
     return torch.version.cuda is not None and torch.cuda.get_device_capability(index) >= (8, 0)
 
 
-def plan(x: Tensor, groups: int, discretization: str) -> Plan:
-    if gluon_why_not(x, groups, discretization) is not None:
+def padded_group(x: Tensor, groups: int) -> int:
+    """Channels that the Gluon kernels take for a group's: whole CTAs where there are several groups, an even number where
+    two channels share a word."""
+    channels = x.shape[2] // groups
+    if groups > 1:
+        return cdiv(channels, BLOCK) * BLOCK
+    return channels if x.element_size() == 4 else cdiv(channels, 2) * 2
+
+
+def plan(x: Tensor, groups: int) -> Plan:
+    if gluon_why_not(x, groups) is not None:
         return Plan(False)
-    batch, length, width = x.shape
+    batch, length, width = x.shape[0], x.shape[1], groups * padded_group(x, groups)
     return Plan(True, segments_for(batch, length, width), segments_for(batch, length, width, True))
 
 
@@ -119,15 +126,18 @@ def saved_specs(
                      the Gluon kernels take more than 16 states: the backward makes them again, 16 at a time
     gate             what the gradient of z needs: (B, ceil(L / 16), D / 64) int8, marks of the tiles where the output does
                      not tell what was gated; (B, L, D), what was gated, for more than 16 states; else nothing
+    D is here what the Gluon kernels see of it: `padded_group`.
     """
     batch, length, width = x.shape
     n = A.shape[1]
     nothing = (0,), x.dtype
     if not save:
         return nothing, nothing
-    gluon = (how or plan(x, B.shape[2], discretization)).gluon
+    gluon = (how or plan(x, B.shape[2])).gluon
+    if gluon:
+        width = B.shape[2] * padded_group(x, B.shape[2])
     if gluon and n > STATES:
-        return nothing, nothing if z is None else (x.shape, x.dtype)
+        return nothing, nothing if z is None else ((batch, length, width), x.dtype)
     chunks = cdiv(length, chunk_for(n, chunk))
     states = ((batch, chunks, width * n), torch.float32)
     if x.dtype != torch.float32:
@@ -157,7 +167,14 @@ def forward(
     """y (B, L, D), final state (B, D, N), boundary states and gate (`saved_specs`)."""
     batch, length, width = x.shape
     n, groups = A.shape[1], B.shape[2]
-    how = how or plan(x, groups, discretization)
+    how = how or plan(x, groups)
+    if how.gluon and padded_group(x, groups) != width // groups:
+        pad = _Pad(groups, width // groups, padded_group(x, groups))
+        y, final, states, gate = forward(
+            pad(x), pad(dt), pad(A, -2), B, C, pad(D), pad(z, value=1.0), pad(dt_bias), pad(initial_state, -2), seq_idx,
+            dt_softplus, discretization, chunk, save, how,
+        )  # fmt: skip
+        return pad.cut(y), pad.cut(final, -2), states, gate
     y = x.new_empty(batch, length, width)
     states, gate = (
         x.new_empty(shape, dtype=dtype) for shape, dtype in saved_specs(x, A, B, z, discretization, chunk, save, how)
@@ -183,7 +200,8 @@ def forward(
             {"num_warps": warps},
         )  # fmt: skip
         return y, final, states, gate
-    call = _Gluon(x, dt, z, dt_bias, seq_idx, dt_softplus, chunk_for(STATES, chunk), how.segments)
+    call = _Gluon(x, dt, z, dt_bias, seq_idx, dt_softplus, discretization == "zoh", chunk_for(STATES, chunk),
+                  how.segments)  # fmt: skip
     if n <= STATES:
         final = call.forward(A, B, C, D, z, initial_state, states, y, gate)
         return y, final, states, gate
@@ -221,17 +239,28 @@ def backward(
     """dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial; shape (0,) for what was not given. y is read where gate has marks."""
     batch, length, width = x.shape
     n, groups = A.shape[1], B.shape[2]
+    how = how or plan(x, groups)
+    if how.gluon and padded_group(x, groups) != width // groups:
+        pad = _Pad(groups, width // groups, padded_group(x, groups))
+        if y.shape == x.shape:  # else the gate in its place, which is as wide as it is to be
+            y = pad(y)
+        dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial = backward(
+            pad(dy), pad(dfinal, -2), pad(x), pad(dt), pad(A, -2), B, C, pad(D), pad(z, value=1.0), pad(dt_bias),
+            pad(initial_state, -2), seq_idx, y, states, gate, dt_softplus, discretization, chunk, how,
+        )  # fmt: skip
+        dx, ddt, dD, dz, ddt_bias = (pad.cut(t) for t in (dx, ddt, dD, dz, ddt_bias))
+        return dx, ddt, pad.cut(dA, -2), dB, dC, dD, dz, ddt_bias, pad.cut(dinitial, -2)
     dx, ddt = (x.new_empty(batch, length, width) for _ in range(2))
     dz = x.new_empty(batch, length, width) if z is not None else x.new_empty(0)
     dB, dC = (x.new_empty(batch, length, groups, n) for _ in range(2))
-    how = how or plan(x, groups, discretization)
     if dx.numel() == 0:
         adjoint = _state_in(A.new_zeros(batch, width, n) if dfinal is None else dfinal, A, batch, 1, 0)
         return _gradients(dx, ddt, A.new_zeros(batch, n + 2, width), dB.zero_(), dC.zero_(), D, dz, dt_bias,
                           initial_state, adjoint)  # fmt: skip
     B, C, A, D, dt_bias = _rows(B), _rows(C), _dense(A), _dense(D), _dense(dt_bias)
     if how.gluon:
-        call = _Gluon(x, dt, z, dt_bias, seq_idx, dt_softplus, chunk_for(STATES, chunk), how.backward)
+        call = _Gluon(x, dt, z, dt_bias, seq_idx, dt_softplus, discretization == "zoh", chunk_for(STATES, chunk),
+                      how.backward)  # fmt: skip
         dy = _words(dy)
         if n <= STATES:
             sums, adjoint = call.backward(
@@ -287,9 +316,9 @@ def backward(
 class _Gluon:
     """Launches the Gluon kernels for up to 16 states: what all such calls of one forward or backward share."""
 
-    def __init__(self, x, dt, z, dt_bias, seq_idx, softplus, chunk, segments):
+    def __init__(self, x, dt, z, dt_bias, seq_idx, softplus, zoh, chunk, segments):
         self.x, self.dt, self.z, self.bias = _words(x), _words(dt), _words(z), dt_bias
-        self.shape, self.chunk, self.softplus = x.shape, chunk, softplus
+        self.shape, self.chunk, self.softplus, self.zoh = x.shape, chunk, softplus, zoh
         self.segments, self.steps = _segments(x.shape[1], segments)
         self.keep = self.alive = None
         if seq_idx is not None:
@@ -324,7 +353,7 @@ class _Gluon:
             dict(N=n, K=self.chunk, HAS_D=D is not None, HAS_Z=z is not None, HAS_BIAS=self.bias is not None,
                  HAS_INI=self.segments > 1 or initial_state is not None, HAS_SEQ=self.keep is not None, SOFTPLUS=self.softplus,
                  SAVE=save, BFP=save and states.dtype == torch.int16, OUT=y is not None, ACC=total is not None, GATE=gating,
-                 EVEN_L=length % TILE_FWD == 0, EVEN_D=width % BLOCK == 0),
+                 EVEN_L=length % TILE_FWD == 0, EVEN_D=width % BLOCK == 0, ZOH=self.zoh),
             {"num_warps": WARPS, **_three_ctas(x)},
         )  # fmt: skip
         return final
@@ -348,7 +377,7 @@ class _Gluon:
             how_dz = 1
         else:
             how_dz = 3 if gate.numel() else 2
-        few = batch * blocks * self.segments <= 2 * SMS
+        few = batch * blocks * self.segments <= 2 * SMS and not self.zoh  # loading ahead too, zoh would spill
         pieces = self._pieces(blocks * n * 4, free, dx is free[0])
         for i, (p0, piece, pB, pC, spb, sps) in enumerate(pieces):
             launch(
@@ -362,8 +391,9 @@ class _Gluon:
                 *C.stride()[:3]),
                 dict(N=n, NT=self.chunk // TILE_BWD, HAS_D=D is not None, HAS_Z=z is not None, HAS_BIAS=self.bias is not None,
                      HAS_SEQ=self.keep is not None, SOFTPLUS=self.softplus, BFP=states.dtype == torch.int16, DZ=how_dz,
-                     ACC=totals is not None, EVEN_L=length % self.chunk == 0, EVEN_D=width % BLOCK == 0, PRE=few),
-                {"num_warps": WARPS, **({} if few else _three_ctas(x))},
+                     ACC=totals is not None, EVEN_L=length % self.chunk == 0, EVEN_D=width % BLOCK == 0, ZOH=self.zoh,
+                     PRE=few),
+                {"num_warps": WARPS, **({} if few or self.zoh else _three_ctas(x))},
             )  # fmt: skip
             _reduce_bc(pB, pC, dB, dC, piece, blocks // groups, p0, self.steps, self.segments, spb, sps, n)
         return sums, adjoint
@@ -383,7 +413,7 @@ class _Gluon:
             *_or(z, x).stride()[:2], *B.stride()[:3]),
             dict(N=n, REV=reverse, HAS_Z=reverse and z is not None,
                  HAS_BIAS=self.bias is not None, HAS_SEQ=self.keep is not None, SOFTPLUS=self.softplus,
-                 EVEN_L=length % TILE_FWD == 0, EVEN_D=width % BLOCK == 0),
+                 EVEN_L=length % TILE_FWD == 0, EVEN_D=width % BLOCK == 0, ZOH=self.zoh and not reverse),
             {"num_warps": WARPS, **({} if x.dtype == torch.float32 else {"maxnreg": CARRY_REGS})},
         )  # fmt: skip
         launch(
@@ -420,6 +450,28 @@ class _Gluon:
             for p0 in reversed(range(0, end, piece)):
                 pieces.append((p0, min(piece, end - p0), *own, segments * stride, stride))
         return pieces
+
+
+class _Pad(NamedTuple):
+    """Channels that change nothing, behind those of each group: of `channels` it makes `wide`. Zeros, but z: at a gate
+    that is shut the backward takes the longer way."""
+
+    groups: int
+    channels: int
+    wide: int
+
+    def __call__(self, t: OPTIONAL, dim: int = -1, value: float = 0.0) -> OPTIONAL:
+        if t is None:
+            return None
+        behind = (0, 0) * (-1 - dim)
+        out = F.pad(t.unflatten(dim, (self.groups, self.channels)), (*behind, 0, self.wide - self.channels), value=value)
+        return out.flatten(dim - 1, dim)
+
+    def cut(self, t: Tensor, dim: int = -1) -> Tensor:
+        if t.shape == (0,):  # what was not given
+            return t
+        t = t.unflatten(dim, (self.groups, self.wide)).narrow(dim, 0, self.channels)
+        return t.flatten(dim - 1, dim).contiguous()
 
 
 def _parts(n: int) -> list[slice]:

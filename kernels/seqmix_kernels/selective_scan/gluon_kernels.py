@@ -1,6 +1,7 @@
 # ruff: noqa: RUF005 (the compiler's front end knows tuple concatenation, not unpacking)
 """The selective scan for Hopper in Gluon: the design of triton_kernels.py with every layout chosen by hand.
-16 states at a time: more are as many calls, whose y, dx and ddt add up in float32 (ACC).
+16 states at a time: more are as many calls, whose y, dx and ddt add up in float32 (ACC). ZOH: zero-order hold, where the
+step's delta B becomes r B, r = (exp(delta A) - 1) / A a state, made again wherever it is used.
 
 Same contract and the same saved states as the plain form, so forward and backward of the two can be mixed.
 
@@ -37,6 +38,7 @@ NW = gl.constexpr(4)  # its warps
 TF = gl.constexpr(32)  # steps of a tile, forward
 TB = gl.constexpr(16)  # steps of a tile, backward
 S = gl.constexpr(4)  # steps whose states and decays the backward holds in registers
+NEAR_FINE, NEAR = gl.constexpr(0.75), gl.constexpr(0.375)  # |delta A log2(e)| below which zero-order hold takes a series
 SMALL_Z = gl.constexpr(2.0**-24)  # below it (0 above all) the output tells too little of what was gated
 
 
@@ -138,6 +140,43 @@ def softplus_slope(delta, FINE: gl.constexpr):
         f = gl.where(delta < 0.125, delta * (1.0 - delta * (0.5 - delta * (0.16666667 - delta * (0.041666667
             - delta * 0.0083333333)))), f)  # fmt: skip
     return f
+
+
+@gluon.jit
+def series(v, FINE: gl.constexpr):
+    """(phi(u) - 1) / v, phi(u) = expm1(u) / u, u = v ln 2, fitted for |v| < 3/4, phi within 3e-8
+    and phi' 2e-7; without FINE for |v| < 3/8, 2e-7 and 4e-6."""
+    if FINE:
+        return 0.346573621 + v * (0.0800755098 + v * (0.0138755469 + v * (0.00192355842 + v * (0.000224043877
+            + v * 2.21839164e-05))))  # fmt: skip
+    else:
+        return 0.346572399 + v * (0.0800752267 + v * (0.0139135923 + v * 0.00192867417))
+
+
+@gluon.jit
+def held(v, e, du, rA, FINE: gl.constexpr):
+    """r = (exp(delta A) - 1) / A = delta phi(u), from v = delta A log2(e), e = 2^v and rA = 1 / (A log2(e)). The quotient
+    cancels near 0, the series does not."""
+    near = du[None, :] + v * (du[None, :] * series(v, FINE))
+    return gl.where(gl.abs(v) < (NEAR_FINE if FINE else NEAR), near, (e * LOG2E - LOG2E) * rA)
+
+
+@gluon.jit
+def held_slope(v, e, du, rA, FINE: gl.constexpr):
+    """r as `held` makes it, and ln 2 of its slope: delta^2 phi'(u), phi'(u) = phi - (phi - 1) / u = (exp(u) - phi) / u."""
+    s = du[None, :] * series(v, FINE)
+    near = gl.abs(v) < (NEAR_FINE if FINE else NEAR)
+    r = gl.where(near, du[None, :] + v * s, (e * LOG2E - LOG2E) * rA)
+    return r, gl.where(near, du[None, :] * (r * LN2 - s), (du[None, :] * e - r) * rA)
+
+
+@gluon.jit
+def enters(e, A, rA, du, uu, Bu, ZOH: gl.constexpr, FINE: gl.constexpr):
+    """What a step adds to the state. uu: delta x, or with ZOH x."""
+    if ZOH:
+        return Bu[:, None] * uu[None, :] * held(du[None, :] * A, e, du, rA, FINE)
+    else:
+        return Bu[:, None] * uu[None, :]
 
 
 @gluon.jit
@@ -330,6 +369,7 @@ def fwd_kernel(
     N: gl.constexpr, K: gl.constexpr, HAS_D: gl.constexpr, HAS_Z: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_INI: gl.constexpr, HAS_SEQ: gl.constexpr, SOFTPLUS: gl.constexpr, SAVE: gl.constexpr,
     BFP: gl.constexpr, OUT: gl.constexpr, ACC: gl.constexpr, GATE: gl.constexpr, EVEN_L: gl.constexpr, EVEN_D: gl.constexpr,
+    ZOH: gl.constexpr,
 ):  # fmt: skip
     """Segment of LS steps. ini (rows, SEG, N, D): the state that comes in; hT (rows, D, N): the last one.
     keep (rows, L): 0 where a document begins, else 1. OUT = 0: no y, only states. ACC: acc (rows, L, D), y of the states
@@ -356,6 +396,9 @@ def fwd_kernel(
     n = gl.arange(0, NP, layout=ln)
     m2 = (n < N)[:, None] & (d < D)[None, :]
     A = gl.load(A_ptr + d[None, :] * N + n[:, None], mask=m2, other=0.0) * LOG2E
+    rA = A
+    if ZOH:
+        rA = rcp(A)  # not read where A is 0
     dv = pid_d * BD + gl.arange(0, BD, layout=gl.SliceLayout(0, lt))
     tv = gl.arange(0, T, layout=gl.SliceLayout(1, lt))
     tw = gl.arange(0, T, layout=gl.SliceLayout(1, lw))
@@ -422,7 +465,7 @@ def fwd_kernel(
             delta = gl.where((tv + t0 < L)[:, None], delta, 0.0)
         zc = zr
         xc = xr
-        view(dS, [T, BD, 2], F_SP3).store(gl.join(delta, delta * xv))
+        view(dS, [T, BD, 2], F_SP3).store(gl.join(delta, xv if ZOH else delta * xv))
         view(BS, [T, NP], s2).store(Br.to(gl.float32))
         if OUT:
             view(CS, [T, NP], s2).store(Cr.to(gl.float32))
@@ -447,10 +490,11 @@ def fwd_kernel(
                     save_state(hp + (b * 0 + (t0 + u) // K) * R * D, h, d, N, D, BFP, EVEN_D)
             du, uu = pair_load(dS.index(u), F_LP, ld)
             Bu = BS.index(u).load(ln)
-            a = ex2(du[None, :] * A)
+            e = ex2(du[None, :] * A)
+            a = e
             if HAS_SEQ:
                 a = a * KS.index(u).load(ln)[:, None]
-            h = a * h + Bu[:, None] * uu[None, :]
+            h = a * h + enters(e, A, rA, du, uu, Bu, ZOH, FINE)
             if OUT:
                 Cu = CS.index(u).load(ln)
                 ys = ys + (gl.sum(Cu[:, None] * h, axis=0),)
@@ -485,10 +529,11 @@ def carry_kernel(
     x_ptr, dt_ptr, A_ptr, B_ptr, z_ptr, bias_ptr, keep_ptr, end_ptr, sum_ptr,
     L, D, DG, LS, SEG, sxb, sxl, stb, stl, szb, szl, sBb, sBl, sBg,
     N: gl.constexpr, REV: gl.constexpr, HAS_Z: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SEQ: gl.constexpr,
-    SOFTPLUS: gl.constexpr, EVEN_L: gl.constexpr, EVEN_D: gl.constexpr,
+    SOFTPLUS: gl.constexpr, EVEN_L: gl.constexpr, EVEN_D: gl.constexpr, ZOH: gl.constexpr,
 ):  # fmt: skip
     """State at the end of each segment, started from zero, and the segment's sum of delta. REV: the adjoint's carry,
-    walked backwards (x is then dy, B is C). One more pass over the exponentials: for when there are too few CTAs."""
+    walked backwards (x is then dy, B is C; ZOH changes nothing). One more pass over the exponentials: for when there are too
+    few CTAs."""
     T: gl.constexpr = TF
     FINE: gl.constexpr = x_ptr.dtype.element_ty == gl.float32
     EVEN: gl.constexpr = EVEN_L and EVEN_D
@@ -510,6 +555,9 @@ def carry_kernel(
     n = gl.arange(0, NP, layout=ln)
     m2 = (n < N)[:, None] & (d < D)[None, :]
     A = gl.load(A_ptr + d[None, :] * N + n[:, None], mask=m2, other=0.0) * LOG2E
+    rA = A
+    if ZOH:
+        rA = rcp(A)  # not read where A is 0
     dv = pid_d * BD + gl.arange(0, BD, layout=gl.SliceLayout(0, lt))
     tv = gl.arange(0, T, layout=gl.SliceLayout(1, lt))
     tw = gl.arange(0, T, layout=gl.SliceLayout(1, lw))
@@ -562,7 +610,7 @@ def carry_kernel(
             if HAS_Z:
                 zf = unpack(zr, DT, lt)
                 uv = uv * zf * rcp(1.0 + ex2(zf * -LOG2E))
-        else:
+        elif not ZOH:
             uv = delta * uv
         view(dS, [T, BD, 2], C_SP3).store(gl.join(delta, uv))
         view(BS, [T, NP], s2).store(Br.to(gl.float32))
@@ -582,28 +630,32 @@ def carry_kernel(
             du, uu = pair_load(dS.index(T - 1 - r if REV else r), C_LP, ld)
             Bu = BS.index(T - 1 - r if REV else r).load(ln)
             sd += du
-            a = ex2(du[None, :] * A)
+            e = ex2(du[None, :] * A)
+            a = e
             if HAS_SEQ:
                 a = a * KS.index(T - 1 - r if REV else r).load(ln)[:, None]
             if REV:
                 h = a * (h + Bu[:, None] * uu[None, :])
             else:
-                h = a * h + Bu[:, None] * uu[None, :]
+                h = a * h + enters(e, A, rA, du, uu, Bu, ZOH, FINE)
     row = b * SEG + seg
     gl.store(end_ptr + (row * N + n[:, None]) * D + d[None, :], h, mask=m2)
     gl.store(sum_ptr + row * D + d, sd, mask=d < D)
 
 
 @gluon.jit
-def steps(h, A, dS, BS, KS, g, HAS_SEQ: gl.constexpr, ld: gl.constexpr, ln: gl.constexpr):
+def steps(
+    h, A, rA, dS, BS, KS, g, HAS_SEQ: gl.constexpr, ZOH: gl.constexpr, FINE: gl.constexpr, ld: gl.constexpr, ln: gl.constexpr
+):
     """The state after the S steps of group g."""
     for s in gl.static_range(S):
         du, uu = pair_load(dS.index(g * S + s), B_LP, ld)
         Bu = BS.index(g * S + s).load(ln)
-        a = ex2(du[None, :] * A)
+        e = ex2(du[None, :] * A)
+        a = e
         if HAS_SEQ:
             a = a * KS.index(g * S + s).load(ln)[:, None]
-        h = a * h + Bu[:, None] * uu[None, :]
+        h = a * h + enters(e, A, rA, du, uu, Bu, ZOH, FINE)
     return h
 
 
@@ -675,7 +727,7 @@ def bwd_kernel(
     L, P0, PL, D, DG, ND, LS, SEG, ADJ, MORE, spb, sps, sgb, sgl, sxb, sxl, stb, stl, szb, szl, sBb, sBl, sBg, sCb, sCl, sCg,
     N: gl.constexpr, NT: gl.constexpr, HAS_D: gl.constexpr, HAS_Z: gl.constexpr, HAS_BIAS: gl.constexpr,
     HAS_SEQ: gl.constexpr, SOFTPLUS: gl.constexpr, BFP: gl.constexpr, DZ: gl.constexpr, ACC: gl.constexpr,
-    EVEN_L: gl.constexpr, EVEN_D: gl.constexpr, PRE: gl.constexpr,
+    EVEN_L: gl.constexpr, EVEN_D: gl.constexpr, ZOH: gl.constexpr, PRE: gl.constexpr,
 ):  # fmt: skip
     """Steps P0 to P0 + PL (multiples of K = NT T) of each segment, last to first.
     adj (rows, N, D): what later steps hand to the state at the end of the range (ADJ = 0: nothing, not read); replaced by
@@ -722,6 +774,9 @@ def bwd_kernel(
     n = gl.arange(0, NP, layout=ln)
     m2 = (n < N)[:, None] & (d < D)[None, :]
     A = gl.load(A_ptr + d[None, :] * N + n[:, None], mask=m2, other=0.0) * LOG2E
+    rA = A
+    if ZOH:
+        rA = rcp(A)  # not read where A is 0
     dv = pid_d * BD + gl.arange(0, BD, layout=gl.SliceLayout(0, lt))
     tv = gl.arange(0, T, layout=gl.SliceLayout(1, lt))
     tw = gl.arange(0, T, layout=gl.SliceLayout(1, lw))
@@ -766,8 +821,8 @@ def bwd_kernel(
     REUSE: gl.constexpr = NT == 2 and not HAS_SEQ
     if REUSE:
         tS = gl.allocate_shared_memory(f32, [T, BD], B_SW2)
-    # the state before each group; once the group is done: rows 0-7 the sums over n of g B and of a g h_{t-1} A, a pair a
-    # step, rows 8-11 C . h where it is asked for
+    # the state before each group; once the group is done: rows 0-7 the sums over n of g B and of a g h_{t-1} A (ZOH: g r B
+    # and that plus g B x exp(u)), a pair a step, rows 8-11 C . h where it is asked for
     hS = gl.allocate_shared_memory(f32, [NT * G, NP, BD], B_SHL)
     rS = view(hS, [NT * G, NP, BD], sy)
     p0 = gl.allocate_shared_memory(f32, [4, P, NP], s3)  # partial dB, dC of two steps
@@ -812,7 +867,9 @@ def bwd_kernel(
                 delta = delta_of(dr, bv, bS, tv, t1, L, DT, lt, HAS_BIAS, SOFTPLUS, EVEN_L, FINE, PRE)
                 if REUSE:
                     tS.store(delta)
-                view(dS, [T, BD, 2], B_SP3).store(gl.join(delta, delta * unpack(xr, DT, lt)))
+                view(dS, [T, BD, 2], B_SP3).store(
+                    gl.join(delta, unpack(xr, DT, lt) if ZOH else delta * unpack(xr, DT, lt))
+                )
                 view(BS, [T, NP], s2).store(Br.to(f32))
                 if HAS_SEQ:
                     store_keep(KS, kp, tb, t1, L, s2, lb)
@@ -821,7 +878,7 @@ def bwd_kernel(
                         tb, nb, t0, L, D, N, W, sxl, stl, sgl, szl, sBl, sCl, HAS_Z, DZ, EVEN, EVEN_B, PRE)  # fmt: skip
                 for g in range(0, G):
                     hS.index(g).store(h)
-                    h = steps(h, A, dS, BS, KS, g, HAS_SEQ, ld, ln)
+                    h = steps(h, A, rA, dS, BS, KS, g, HAS_SEQ, ZOH, FINE, ld, ln)
         if not PRE:
             xr, dr, gr, zr, yr, Br, Cr = load_all(xp, tp, gp, zp, yp, Bp, Cp, tw, cw,
                 tb, nb, t0, L, D, N, W, sxl, stl, sgl, szl, sBl, sCl, HAS_Z, DZ, EVEN, EVEN_B, PRE)  # fmt: skip
@@ -869,7 +926,7 @@ def bwd_kernel(
                 delta = tS.load(lt)
         else:
             delta = delta_of(dr, bv, bS, tv, t0, L, DT, lt, HAS_BIAS, SOFTPLUS, EVEN_L, FINE, PRE)
-        view(dS, [T, BD, 2], B_SP3).store(gl.join(delta, delta * xv))
+        view(dS, [T, BD, 2], B_SP3).store(gl.join(delta, xv if ZOH else delta * xv))
         view(gS, [T, BD], B_SW2).store(gy)
         if PRE:
             dD += gy * xv
@@ -883,7 +940,7 @@ def bwd_kernel(
         if top:
             for g in range(0, G - 1):
                 hS.index(base + g).store(h)
-                h = steps(h, A, dS, BS, KS, g, HAS_SEQ, ld, ln)
+                h = steps(h, A, rA, dS, BS, KS, g, HAS_SEQ, ZOH, FINE, ld, ln)
             hS.index(base + G - 1).store(h)
         if PRE:  # what the next stage starts with: the tile before this one, or the first of the chunk before
             tn = gl.maximum(gl.where(k % NT > 0, t0 - T, t0 - K), first)
@@ -900,11 +957,12 @@ def bwd_kernel(
                 u = g * S + s
                 du, uu = pair_load(dS.index(u), B_LP, ld)
                 Bu = BS.index(u).load(ln)
-                a = ex2(du[None, :] * A)
+                e = ex2(du[None, :] * A)
+                a = e
                 if HAS_SEQ:
                     a = a * KS.index(u).load(ln)[:, None]
-                h = a * h + Bu[:, None] * uu[None, :]
-                al = al + (a,)
+                h = a * h + enters(e, A, rA, du, uu, Bu, ZOH, FINE)
+                al = al + (e if ZOH else a,)  # a border changes nothing of the exponential in r
                 hl = hl + (h,)
                 dl = dl + (du,)
                 ul = ul + (uu,)
@@ -923,9 +981,20 @@ def bwd_kernel(
                 Cu = CS.index(u).load(ln)
                 gh = gc + Cu[:, None] * gu[None, :]
                 gc = al[S - 1 - r] * gh
+                if ZOH and HAS_SEQ:
+                    gc = gc * KS.index(u).load(ln)[:, None]
                 w = gc * hl[S - 1 - r]
                 dA += w * dl[S - 1 - r][None, :]
-                rl = (quad_sum(part_n(gh * Bu[:, None]), part_n(w * A)),) + rl
+                if ZOH:
+                    e = al[S - 1 - r]
+                    du = dl[S - 1 - r]
+                    rr, slope = held_slope(du[None, :] * A, e, du, rA, FINE)
+                    p = gh * Bu[:, None] * (ul[S - 1 - r] * LOG2E)[None, :]
+                    dA += p * slope
+                    gh = gh * rr
+                    rl = (quad_sum(part_n(gh * Bu[:, None]), part_n(w * A + p * e)),) + rl
+                else:
+                    rl = (quad_sum(part_n(gh * Bu[:, None]), part_n(w * A)),) + rl
                 vB = gl.sum(gl.reshape(gh * ul[S - 1 - r][None, :], [NP, P, 2]), axis=2)
                 vC = gl.sum(gl.reshape(hl[S - r] * gu[None, :], [NP, P, 2]), axis=2)
                 pl = (vB, vC) + pl
@@ -955,10 +1024,10 @@ def bwd_kernel(
         delta = gl.convert_layout(delta, lt, assert_trivial=True)
         gy = view(gS, [T, BD], B_SW2).load(lt)
         xv = unpack(xc, DT, lt)
-        dx = du * delta
+        dx = du if ZOH else du * delta
         if HAS_D:
             dx += channel(Dv, DS, PRE)[None, :] * gy
-        ddt = dd + du * xv
+        ddt = dd if ZOH else dd + du * xv
         if SOFTPLUS:
             ddt = ddt * softplus_slope(delta, FINE)
         if not EVEN_L:
