@@ -6,9 +6,11 @@ factor: 4, for another order of summation and exp2 in place of exp. 16-bit input
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,60 @@ def test_a_nan_stays_a_nan_and_in_its_row(interpreted):
 def test_an_empty_sequence_hands_the_state_through(interpreted):
     rows = [r for r in interpreted if r["case"].startswith("empty")]
     assert len(rows) == 2 and all(r["zero"] and r["through"] and r["shapes"] for r in rows)
+
+
+def in_torch(module, *names):
+    """Functions of a kernel module as torch would run them: no interpreter knows Gluon."""
+    around = {k: getattr(v, "value", v) for k, v in vars(module).items()}
+    around["gl"] = types.SimpleNamespace(where=torch.where, abs=torch.abs)
+    for name in names:
+        around[name] = types.FunctionType(getattr(module, name).fn.__code__, around)
+    return [around[name] for name in names]
+
+
+@pytest.mark.parametrize("fine", [True, False])
+def test_zero_order_hold_near_and_far_from_zero(fine):
+    from seqmix_kernels.selective_scan import gluon_kernels, reference
+
+    _, held, held_slope = in_torch(gluon_kernels, "series", "held", "held_slope")
+    r = torch.Generator().manual_seed(0)
+    delta = torch.cat(
+        [0.1 * torch.rand(3000, generator=r), 3 * torch.rand(1000, generator=r), torch.tensor([0.0, 1e-30, 1e-6])]
+    )
+    A = torch.tensor([0.0, 1e-38, -1e-4, 0.5, *range(-16, 0)])[:, None] * gluon_kernels.LOG2E.value
+    v = delta * A
+    got, slope = held_slope(v, v.exp2(), delta, 1 / A, fine)
+    assert torch.equal(got, held(v, v.exp2(), delta, 1 / A, fine))
+    u = (v.double() * math.log(2)).requires_grad_()
+    phi = reference.phi(u)
+    dphi = torch.autograd.grad(phi.sum(), u)[0] * math.log(2)
+    # 2^-24 of the exponential, against |u| / 1 and |u| / 2 where the series ends, and the series itself
+    near = (gluon_kernels.NEAR_FINE if fine else gluon_kernels.NEAR).value * math.log(2)
+    for ours, true, bound in ((got, phi, 2**-23 / near), (slope, delta * dphi, 2**-21 / near**2)):
+        wanted = delta * true.detach()
+        assert torch.all((ours - wanted).abs() <= bound * wanted.abs() + 1e-37)
+
+
+@pytest.mark.parametrize(("groups", "channels", "wide"), [(1, 5, 6), (3, 5, 8)])
+def test_padded_channels_change_nothing(groups, channels, wide):
+    from seqmix_kernels.selective_scan import bench_gpu, fused, reference
+
+    pad = fused._Pad(groups, channels, wide)
+    args = [t.double() for t in bench_gpu.inputs(2, 9, groups * channels, 3, groups, torch.float32, device="cpu")]
+    dy, dfinal = args[0].flip(1), args[8].flip(2)
+
+    def run(args, dy, dfinal):
+        return bench_gpu.gradients(args, lambda t: reference.sequential(*t[:8], True, "zoh", t[8]), dy, dfinal)
+
+    x, dt, A, B, C, D, z, bias, state = args
+    padded = [pad(x), pad(dt), pad(A, -2), B, C, pad(D), pad(z, value=1.0), pad(bias), pad(state, -2)]
+    assert padded[0].shape == (2, 9, groups * wide) and padded[2].shape == (groups * wide, 3)
+    got = run(padded, pad(dy), pad(dfinal, -2))
+    for i, (ours, true) in enumerate(zip(got, run(args, dy, dfinal), strict=True)):
+        if i not in (5, 6):  # dB, dC
+            ours = pad.cut(ours, -2 if i in (1, 4, 10) else -1)
+        assert ours.is_contiguous()
+        torch.testing.assert_close(ours, true, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["plain", "gluon"])
