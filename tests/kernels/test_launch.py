@@ -1,9 +1,12 @@
 """The launcher that remembers what was compiled: it must compile again for whatever a kernel is specialised on."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from seqmix_kernels import launch as module
+triton = pytest.importorskip("triton")
+module = pytest.importorskip("seqmix_kernels.launch")
 
 
 class Kernel:
@@ -24,17 +27,24 @@ class Kernel:
 
 class Compiled:
     launch_metadata = None
+    function, packed_metadata = "function", "packed"
 
     def __init__(self, calls, number):
         self.calls, self.number = calls, number
 
     def __getitem__(self, grid):
-        return lambda *values: self.calls.append((self.number, grid, values))
+        return lambda *values: self.calls.append((self.number, grid, values, "by Triton"))
+
+    def run(self, x, y, z, stream, function, packed, metadata, enter, leave, *values):
+        assert (stream, function, packed, metadata, enter, leave) == (7, "function", "packed", None, None, None)
+        self.calls.append((self.number, (x, y, z), values))
 
 
 @pytest.fixture
 def kernel(monkeypatch):
     monkeypatch.setattr(module, "_compiled", {})
+    driver = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: 7))
+    monkeypatch.setattr(triton.runtime, "driver", driver)
     return Kernel()
 
 
@@ -64,6 +74,24 @@ def test_another_kind_of_call_is_compiled_anew(kernel, change):
     for _ in range(2):
         go(kernel, **({"x": torch.zeros(8)} | change))
     assert len(kernel.compiled) == 2, "what differs was launched as if it were the same"
+
+
+@pytest.mark.parametrize("end", ["launch_enter_hook", "launch_exit_hook"])
+def test_a_profiler_is_told_of_the_launches(kernel, monkeypatch, end):
+    """Triton calls its hooks: in a chain, as it has them, or one in the chain's place."""
+    x = torch.zeros(8)
+    go(kernel, x)
+    chain = getattr(triton.knobs.runtime, end)
+    chain.add(print)
+    go(kernel, x)
+    chain.remove(print)
+    go(kernel, x)
+    with monkeypatch.context() as m:
+        m.setattr(triton.knobs.runtime, end, print)
+        go(kernel, x)
+        m.setattr(triton.knobs.runtime, end, None)
+        go(kernel, x)
+    assert [call[3:] for call in kernel.calls] == [("by Triton",), (), ("by Triton",), ()]
 
 
 def test_the_memory_is_bounded(kernel, monkeypatch):

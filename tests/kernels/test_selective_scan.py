@@ -7,6 +7,9 @@ import sys
 
 import pytest
 import torch
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from seqmix_kernels import c_library
 from seqmix_kernels.selective_scan import bench, op, selective_scan, which_impl
@@ -481,6 +484,81 @@ def test_inference_saves_nothing():
     args = (x, dt, A, B, C, None, None, None, None, None, True, "euler", 16)
     assert torch.ops.seqmix.selective_scan_fwd(*args, False, "cpu")[2].numel() == 0
     assert torch.ops.seqmix.selective_scan_fwd(*args, True, "cpu")[2].shape == (1, 4, 3, 4)
+
+
+@pytest.mark.parametrize("without", [(), OPTIONAL])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_past_the_dispatcher_the_bits_are_the_same(monkeypatch, dtype, without):
+    inputs = make(2, 33, 5, 3, without=without)
+    asked = []
+    monkeypatch.setattr(op, "_ordinary", lambda tensors, ordinary=op._ordinary: asked.append(ordinary(tensors)) or asked[-1])
+    direct = run(inputs, dtype, impl="cpu")
+    assert asked == [True, True], "forward and backward of plain tensors in eager mode need no dispatcher"
+    monkeypatch.setattr(op, "_ordinary", lambda tensors: False)
+    through = run(inputs, dtype, impl="cpu")
+    assert all(torch.equal(direct[name], through[name]) for name in direct)
+
+
+class Seen(TorchDispatchMode):
+    """The ops of ours that the dispatcher sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "seqmix":
+            self.names.append(func._schema.name.removeprefix("seqmix::selective_scan_"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_watches_the_dispatcher_sees_the_op():
+    leaves = {k: v.requires_grad_() for k, v in cast(make(2, 6, 4, 3), torch.float32).items()}
+    with Seen() as both:
+        torch.autograd.grad(selective_scan(**leaves, impl="cpu")[0].sum(), leaves["x"])
+    y, _ = selective_scan(**leaves, impl="cpu")
+    with Seen() as backward:
+        torch.autograd.grad(y.sum(), leaves["x"])
+    with Seen() as forward, torch.no_grad():
+        selective_scan(**leaves, impl="cpu")
+    assert (both.names, backward.names, forward.names) == (["fwd", "bwd"], ["bwd"], ["fwd"])
+    traced = make_fx(lambda x: selective_scan(**(leaves | {"x": x}), impl="cpu")[0])(leaves["x"].detach())
+    assert torch.ops.seqmix.selective_scan_fwd.default in [node.target for node in traced.graph.nodes]
+    with FakeTensorMode() as mode:
+        fake = selective_scan(**{k: mode.from_tensor(v) for k, v in leaves.items()}, impl="cpu")
+    assert all(isinstance(t, FakeTensor) for t in fake)
+
+
+def test_only_plain_tensors_go_past_the_dispatcher():
+    class Own(torch.Tensor):
+        pass
+
+    x = torch.ones(2)
+    assert op._ordinary((x, None, torch.nn.Parameter(x)))
+    with torch.inference_mode():
+        assert op._ordinary((x, torch.ones(2)))
+    for other in (x._neg_view(), torch._efficientzerotensor(2), x.as_subclass(Own), x.to("meta"), x.to_sparse()):
+        assert not op._ordinary((x, other)), other
+    seen = []
+    torch.vmap(lambda t: seen.append(op._ordinary((x, t))) or t)(x)
+    torch.func.grad(lambda t: seen.append(op._ordinary((x,))) or t.sum())(x)
+    with torch.device("cpu"):
+        seen.append(op._ordinary((x,)))
+    assert seen == [False] * 3
+
+
+def test_lazily_negated_and_batched_gradients():
+    """What a plain tensor hides from whoever reads its memory."""
+    leaves = {k: v.requires_grad_() for k, v in cast(make(2, 6, 4, 3), torch.float32).items()}
+    dy = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(2))
+    hidden = torch.complex(dy, -dy).conj().imag
+    assert hidden.is_neg() and torch.equal(hidden, dy)
+    for x in (leaves["x"], torch.complex(leaves["x"], -leaves["x"]).conj().imag):
+        y, _ = selective_scan(**(leaves | {"x": x}), impl="cpu")
+        wanted, got = (torch.autograd.grad(y, leaves["A"], g, retain_graph=True)[0] for g in (dy, hidden))
+        assert torch.equal(got, wanted)
+    (many,) = torch.autograd.grad(y, leaves["A"], torch.stack([dy, dy]), is_grads_batched=True)
+    assert torch.equal(many, torch.stack([wanted, wanted]))
 
 
 # ---- choosing, and refusing -----------------------------------------------------------------------------------------

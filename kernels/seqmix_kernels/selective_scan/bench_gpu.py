@@ -1,12 +1,14 @@
 """Times the fused scan on the GPU at hand, through the public operator and autograd, after checking it there.
 
-    python -m seqmix_kernels.selective_scan.bench_gpu [check] [speed] [graph] [peer] [states] [forms] [family]
+    python -m seqmix_kernels.selective_scan.bench_gpu [check] [speed] [graph] [peer] [host] [states] [forms] [family] [BxLxD]
     python -m seqmix_kernels.selective_scan.bench_gpu figure numbers_h200.jsonl family.svg
 
 check   relative error of every output and gradient against the plain recurrence in float64, on the device
-speed   six shapes of models: medians of triton.testing.do_bench, peak MiB of one call above its inputs
+speed   six shapes of models, or those given (32x512x1536): medians of triton.testing.do_bench, peak MiB of one call above
+        its inputs
 graph   the same as a replayed CUDA graph of one call: without the host's share
 peer    the same by mamba_ssm's CUDA kernel, where it is installed
+host    us of the host a call, of a shape so small that the GPU waits, and what the parts of a call take
 states  time against N
 forms   both discretizations, an odd D, plain Triton beside Gluon; other numbers of segments
 family  every implementation, and the loops one would write first, against L: one JSON line a point (also on a CPU)
@@ -14,6 +16,7 @@ figure  draws those lines
 """
 
 import json
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -339,19 +342,65 @@ def first():
     print(f"first forward + backward: {time.perf_counter() - start:.1f} s")
 
 
+def host(shape=(1, 64, 64), count=200):
+    """us of the host a call: medians over 9 times `count` calls, none of which the host waits for."""
+    args = inputs(*shape, 16, without=("initial_state",))
+    forward, both = calls(args)
+    leaves = [None if t is None else t.detach().requires_grad_() for t in args]
+    settings = (None, True, "euler", None)
+    y, _, *saved = fused.forward(*args, *settings)
+    dy, given = torch.randn_like(y), [t for t in leaves if t is not None]
+
+    class Nothing(torch.autograd.Function):
+        """Autograd's own share of such a call."""
+
+        @staticmethod
+        def forward(ctx, *tensors):
+            ctx.save_for_backward(*tensors)
+            return y.detach(), y.detach()
+
+        @staticmethod
+        def backward(ctx, *_):
+            return ctx.saved_tensors
+
+    parts = {
+        "forward": forward,
+        "forward + backward": both,
+        "forward that saves": lambda: op.selective_scan(*leaves[:8], impl="fused"),
+        "fused.forward": lambda: fused.forward(*args, *settings),
+        "fused.backward": lambda: fused.backward(dy, None, *args, None, y, *saved, *settings[1:]),
+        "autograd alone": lambda: torch.autograd.grad(Nothing.apply(*leaves)[0], given, dy),
+        "new_empty": lambda: y.new_empty(2, 64, 64),
+    }
+    for name, call in parts.items():
+        times = []
+        for _ in range(10):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(count):
+                call()
+            times.append((time.perf_counter() - start) / count * 1e6)
+        print("host B{} L{} D{} N16   ".format(*shape) + f"{name:20s} {statistics.median(times[1:]):7.1f} us", flush=True)
+
+
 def main(parts):
     if parts and parts[0] == "figure":
         return figure(*parts[1:])
+    shapes = [tuple(map(int, part.split("x"))) for part in parts if part[0].isdigit()]
+    parts = [part for part in parts if not part[0].isdigit()]
     if torch.cuda.is_available():
         print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__)
         torch.zeros(1, device="cuda")
         first()
     for part in parts or ("check", "speed"):
-        PARTS[part]()
+        PARTS[part](shapes) if shapes and part in ("speed", "graph", "peer") else PARTS[part]()
     return None
 
 
-PARTS = {"check": check, "speed": speed, "graph": graph, "peer": peer, "states": states, "forms": forms, "family": family}
+PARTS = {
+    "check": check, "speed": speed, "graph": graph, "peer": peer, "host": host, "states": states, "forms": forms,
+    "family": family,
+}  # fmt: skip
 
 
 if __name__ == "__main__":

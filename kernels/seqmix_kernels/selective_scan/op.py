@@ -70,7 +70,11 @@ def selective_scan(
         # the registered op takes its tensors first, in one order for all backends
         tensors = (x, dt, A, B, C, D, z, dt_bias, initial_state, seq_idx)
         save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-        return torch.ops.seqmix.selective_scan_fwd(*tensors, dt_softplus, discretization, chunk, save, name)[:2]
+        settings = (dt_softplus, discretization, chunk, save, name)
+        if torch.compiler.is_compiling() or not _ordinary(tensors):
+            return torch.ops.seqmix.selective_scan_fwd(*tensors, *settings)[:2]
+        direct = _backend(name).forward
+        return (_Scan.apply(direct, settings, *tensors) if save else direct(*tensors, *settings[:-1]))[:2]
     args = (x, dt, A, B, C, D, z, dt_bias, dt_softplus, discretization, initial_state, seq_idx)
     with torch.autocast(device, enabled=False):
         if name == "sequential":
@@ -197,12 +201,14 @@ def _fake_backward(
 # Under the Autograd key by hand: torch.library.register_autograd does the same in 150 us more a call, a tenth of a step
 # of a small model
 class _Scan(torch.autograd.Function):
+    """run: what computes the forward, the op below autograd or, where nothing would see the op, its backend at once."""
+
     @staticmethod
-    def forward(ctx, *inputs):
-        with torch._C._AutoDispatchBelowAutograd():
-            output = torch.ops.seqmix.selective_scan_fwd(*inputs)
-        *tensors, ctx.dt_softplus, ctx.discretization, ctx.chunk, _, ctx.backend = inputs
+    def forward(ctx, run, settings, *tensors):
+        ctx.direct = run is not _below_autograd
+        output = run(*tensors, *(settings[:-1] if ctx.direct else settings))
         y, _, boundary, gate = output
+        *ctx.settings, _, ctx.backend = settings
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(boundary, gate)
         # the output is kept alive by what reads it; it is saved only where the gate's gradient is taken from it
@@ -215,11 +221,15 @@ class _Scan(torch.autograd.Function):
         x, D, z, dt_bias, initial_state = saved[0], *saved[5:9]
         if dy is None:
             dy = x.new_zeros(1, 1, 1).expand(x.shape)
-        settings = (ctx.dt_softplus, ctx.discretization, ctx.chunk, ctx.backend)
-        *grads, dD, dz, dbias, dh0 = torch.ops.seqmix.selective_scan_bwd(dy, dfinal, *saved, *settings)
+        # a graph of the backward is wanted only to refuse it
+        if ctx.direct and not torch.is_grad_enabled() and _ordinary((dy, dfinal, *saved)):
+            made = _backend(ctx.backend).backward(dy, dfinal, *saved, *ctx.settings)
+        else:
+            made = torch.ops.seqmix.selective_scan_bwd(dy, dfinal, *saved, *ctx.settings, ctx.backend)
+        *grads, dD, dz, dbias, dh0 = made
         optional = ((D, dD), (z, dz), (dt_bias, dbias), (initial_state, dh0))
-        # nothing for seq_idx and the five settings
-        return *grads, *(None if given is None else grad for given, grad in optional), *(None,) * 6
+        # nothing for run, settings and seq_idx
+        return None, None, *grads, *(None if given is None else grad for given, grad in optional), None
 
 
 class _Once(torch.autograd.Function):
@@ -236,7 +246,11 @@ class _Once(torch.autograd.Function):
 @torch.library.impl("seqmix::selective_scan_fwd", "Autograd")
 def _with_gradient(*inputs):
     if torch.is_grad_enabled() and inputs[-2]:  # save
-        return _Scan.apply(*inputs)
+        return _Scan.apply(_below_autograd, inputs[10:], *inputs[:10])
+    return _below_autograd(*inputs)
+
+
+def _below_autograd(*inputs):
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.seqmix.selective_scan_fwd(*inputs)
 
@@ -249,7 +263,40 @@ def _backward_with_gradient(*inputs):
         return torch.ops.seqmix.selective_scan_bwd(*inputs)
 
 
+# ---- past the dispatcher -------------------------------------------------------------------------------------------
+
+
+# An op in Python crosses the dispatcher four times in a forward and backward, more than half of what the host does for
+# them. Where the dispatcher has nothing to do but autograd and the kernel, they are called at once.
+def _keys(*names: str) -> int:
+    """A set of dispatch keys, as a number."""
+    made = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, names[0]))
+    for name in names[1:]:
+        made = made | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
+    return made.raw_repr()
+
+
+# of a thread and of a tensor; the shorter ones in inference mode
+_EAGER = frozenset((_keys("BackendSelect", "ADInplaceOrView"), _keys("BackendSelect")))
+_DENSE = frozenset(
+    _keys(*some)
+    for device in ("CPU", "CUDA")
+    for some in ((device, f"Autocast{device}", f"Autograd{device}", "ADInplaceOrView"), (device, f"Autocast{device}"))
+)
+_TYPES = (Tensor, torch.nn.Parameter)
+
+
+def _ordinary(tensors) -> bool:
+    """Whether torch sees dense tensors and nothing else: no mode, transform, tracer or lazy negation (each of which is a
+    dispatch key), no torch function's mode or class."""
+    if torch._C._dispatch_tls_local_include_set().raw_repr() not in _EAGER or torch._C._len_torch_function_stack():
+        return False
+    keys = torch._C._dispatch_keys
+    return all([t is None or (type(t) in _TYPES and keys(t).raw_repr() in _DENSE) for t in tensors])
+
+
 # ---- contract ------------------------------------------------------------------------------------------------------
+
 
 def _check(x, dt, A, B, C, D, z, dt_bias, discretization, initial_state, seq_idx, chunk) -> None:
     if x.dim() != 3:
