@@ -18,9 +18,7 @@ from seqmix.mixers.s4d import StateSpace
 from seqmix.model import Block, SequenceModel, aligned_product
 from seqmix.optim import param_groups
 
-CONFIGS = {
-    path.stem: OmegaConf.load(path) for path in sorted((Path(__file__).parents[1] / "conf" / "model").glob("*.yaml"))
-}
+CONFIGS = {path.stem: OmegaConf.load(path) for path in sorted((Path(__file__).parents[1] / "conf" / "model").glob("*.yaml"))}
 over_models = pytest.mark.parametrize("name", CONFIGS)
 V = 11
 
@@ -337,3 +335,49 @@ def test_aligned_logits_are_the_logits(shape):
         results.append((logits, *torch.autograd.grad(logits.square().sum(), (x, E))))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+# -- cast whole -------------------------------------------------------------------------------------------------------
+
+on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def logits_and_gradients(model, tokens, autocast=None):
+    """Of a fixed weighting of the logits, float32; parameters by name."""
+    with torch.autocast(tokens.device.type, autocast, enabled=autocast is not None):
+        logits = model(tokens).float()
+    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(3)).to(logits.device)
+    gradients = torch.autograd.grad((logits * weights).sum(), list(model.parameters()))
+    return {"logits": logits} | {name: g for (name, _), g in zip(model.named_parameters(), gradients, strict=True)}
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        ("cpu", torch.bfloat16),  # torch's LSTM has no float16 there
+        pytest.param("cuda", torch.bfloat16, marks=on_gpu),
+        pytest.param("cuda", torch.float16, marks=on_gpu),
+    ],
+)
+@over_models
+def test_a_model_cast_to_16_bits_is_as_right_as_autocast(name, device, dtype):
+    """Logits and every gradient, forward and decoding, with no autocast; what decays stays in float32."""
+    model, tokens = make(name).to(device), random_tokens(2, 37).to(device)
+    truth, budget = logits_and_gradients(model, tokens), logits_and_gradients(model, tokens, dtype)
+    model.to(dtype)
+    ours = logits_and_gradients(model, tokens)
+    assert model(tokens).dtype == dtype
+    for key, wanted in truth.items():
+        error, allowed = ((found[key].float() - wanted).norm() for found in (ours, budget))
+        assert error <= 3 * allowed, (key, error / wanted.norm(), allowed / wanted.norm())  # the two differ by rounding
+    own = [p for block in model.blocks for p in block.mixer.parameters(recurse=False)]
+    assert all(p.dtype == torch.float32 for p in own)
+    with torch.no_grad():
+        logits, state = model.prefill(tokens[:, :30], model.init_state(2))
+        rows = [logits]
+        for t in range(30, 37):
+            logits, state = model.step(tokens[:, t], state)
+            rows.append(logits[:, None])
+    stepped = torch.cat(rows, 1)
+    assert stepped.dtype == dtype
+    assert (stepped.float() - truth["logits"]).norm() <= 3 * (budget["logits"] - truth["logits"]).norm()

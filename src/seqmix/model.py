@@ -26,14 +26,22 @@ from seqmix.mixers.base import Mixer, State
 ModelState = tuple[State, ...]  # one a block
 
 
+class Norm(nn.RMSNorm):
+    """Of the residual stream, in whose dtype it is computed; handed out in that of its own weight, which is what the weights
+    behind it have: so a model cast whole, `model.to(torch.bfloat16)`, runs in 16 bits without autocast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps).to(self.weight.dtype)
+
+
 class Block(nn.Module):
     """Residual block: a mixer along time and, where given, a mixer across channels."""
 
     def __init__(self, d_model: int, mixer: Mixer, channel_mixer: nn.Module | None = None, dropout: float = 0.0):
         super().__init__()
-        self.norm = nn.RMSNorm(d_model, eps=1e-5)
+        self.norm = Norm(d_model, eps=1e-5)
         self.mixer = mixer
-        self.channel_norm = nn.RMSNorm(d_model, eps=1e-5) if channel_mixer is not None else None
+        self.channel_norm = Norm(d_model, eps=1e-5) if channel_mixer is not None else None
         self.channel_mixer = channel_mixer
         self.dropout = nn.Dropout(dropout)
 
@@ -86,7 +94,7 @@ class SequenceModel(nn.Module):
             Block(d_model, mixer(d_model=d_model), channel_mixer and channel_mixer(d_model=d_model), dropout)
             for _ in range(n_layer)
         )
-        self.norm = nn.RMSNorm(d_model, eps=1e-5)
+        self.norm = Norm(d_model, eps=1e-5)
         self._shrink_residual_projections()
 
     def forward(self, tokens: Tensor) -> Tensor:
