@@ -21,6 +21,7 @@ from seqmix.mixers.s4d import S4D
 from seqmix.model import SequenceModel
 from seqmix.optim import param_groups
 from seqmix_kernels.s4_kernel import dense, real
+from seqmix_kernels.s4_step.reference import advance, discrete
 
 D = 24
 EXACT = dict(rtol=0, atol=1e-12)  # float64, outputs of size 1: rounding is 2e-16 an operation
@@ -69,13 +70,18 @@ def relative(a, b):
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
+def discretized(mixer):
+    log_dt, log_decay, imag, C, _, P, B, method = mixer.recurrence()
+    return discrete(log_dt, log_decay, imag, P, B, method, C.dtype)
+
+
 @torch.no_grad()
 def taps(mixer, length):
     """K by the recurrent view: what `step` runs, given an impulse. (D, L)."""
     dtype = mixer.C.dtype
-    u, x, discrete, out = torch.ones(1, mixer.d_model, dtype=dtype), mixer.init_state(1).x, mixer.discrete(dtype), []
+    u, x, discrete, out = torch.ones(1, mixer.d_model, dtype=dtype), mixer.init_state(1).x, discretized(mixer), []
     for _ in range(length):
-        y, x = mixer.advance(u, x, *discrete)
+        y, x = advance(u, x, mixer.C, *discrete)
         out.append(y)
         u = torch.zeros_like(u)
     return torch.cat(out).T
@@ -205,7 +211,7 @@ def test_s4_prefill_of_one_token_is_the_dense_step():
     mixer, x = made(S4, 5, 8).double(), normal(2, 5, 4, 2)
     A_bar, B_bar = dense(*mixer.modes())
     u = normal(2, 5, seed=3)
-    _, after = mixer.advance(u, x, *mixer.discrete(torch.float64))
+    _, after = advance(u, x, mixer.C, *discretized(mixer))
     wanted = torch.einsum("dnm,bdm->bdn", A_bar, real(x)) + B_bar * u[..., None]
     torch.testing.assert_close(real(after), wanted, **EXACT)
     torch.testing.assert_close(mixer.carry(u[:, None], x)[1], after, **EXACT)

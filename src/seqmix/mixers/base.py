@@ -24,6 +24,10 @@ from torch import Tensor, nn
 
 State = NamedTuple  # of tensors (or further such tuples), the batch in their first axis
 PIECE = 32_768  # steps of one call of a recurrent layer: cuDNN refused 131,072
+EVERY_MODULE = (  # hooks of all modules at once: what counts FLOPs by module sets them
+    nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks,
+    nn.modules.module._global_backward_hooks, nn.modules.module._global_backward_pre_hooks,
+)  # fmt: skip
 
 
 class Mixer(nn.Module):
@@ -101,6 +105,12 @@ def named(impl: str, auto: Callable, why_not: Callable, *like: object) -> str:
     if reason := why_not(impl, *like):
         raise ValueError(f"impl={impl!r} cannot run here: {reason}")
     return f"{impl} (asked for)"
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether reading its weight is all there is to calling it: an nn.Linear, not a subclass, that nothing watches."""
+    own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return type(module) is nn.Linear and not any(own) and not any(EVERY_MODULE)
 
 
 def no_weight_decay(parameter: nn.Parameter, lr_scale: float = 1.0, max_lr: float | None = None) -> nn.Parameter:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from seqmix.mixers.base import Mixer, named, no_weight_decay
+from seqmix.mixers.base import Mixer, is_plain, named, no_weight_decay
 from seqmix_kernels.causal_conv1d import causal_conv1d
 from seqmix_kernels.mamba_inner import LEVELS, mamba_inner, which_impls
 from seqmix_kernels.mamba_step import IMPLS as STEPS
@@ -29,10 +29,6 @@ from seqmix_kernels.mamba_step import mamba_step, which_impl, why_not
 from seqmix_kernels.selective_scan import IMPLS, selective_scan
 
 DISCRETIZATIONS = ("euler", "zoh")
-EVERY_MODULE = (  # hooks of all modules at once: what counts FLOPs by module sets them
-    nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks,
-    nn.modules.module._global_backward_hooks, nn.modules.module._global_backward_pre_hooks,
-)  # fmt: skip
 
 
 class MambaState(NamedTuple):
@@ -166,12 +162,6 @@ class Mamba(Mixer):
             discretization=self.discretization, initial_state=ssm_state, impl=self.scan,
         )  # fmt: skip
         return self.out_proj(y), MambaState(conv_state, ssm_state)
-
-
-def is_plain(module: nn.Module) -> bool:
-    """Whether reading its weight is all there is to calling it: an nn.Linear, not a subclass, that nothing watches."""
-    own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return type(module) is nn.Linear and not any(own) and not any(EVERY_MODULE)
 
 
 def inverse_softplus(y: Tensor) -> Tensor:

@@ -22,15 +22,16 @@ from torch import Tensor, nn
 
 from seqmix.mixers.s4d import StateSpace, hippo_legs
 from seqmix_kernels.fft_conv import fft_conv
-from seqmix_kernels.s4_kernel import dense, dplr_layer_kernel, dplr_modes, increment, real, row, times
+from seqmix_kernels.s4_kernel import dense, dplr_layer_kernel, dplr_modes, real, row
 
 
 class S4(StateSpace):
     """S4 layer with d_state numbers of state a channel, in d_state/2 conjugate pairs.
 
     n_ssm: how many (A, B) there are, channel d has number d mod n_ssm; null: one a channel. impl: which implementation
-    of kernel and convolution runs (seqmix_kernels/s4_kernel, fft_conv); all compute one function. Δ starts log-uniform
-    in [dt_min, dt_max]. max_lr: the most that A, B and Δ are trained with, undecayed; C has the model's own rate.
+    of kernel and convolution runs (seqmix_kernels/s4_kernel, fft_conv); all compute one function. decode: that of a
+    step (seqmix_kernels/s4_step). Δ starts log-uniform in [dt_min, dt_max]. max_lr: the most that A, B and Δ are
+    trained with, undecayed; C has the model's own rate.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class S4(StateSpace):
         d_state: int = 64,
         n_ssm: int | None = 1,
         impl: str = "auto",
+        decode: str = "auto",
         *,
         dt_min: float = 1e-3,
         dt_max: float = 1e-1,
@@ -46,7 +48,7 @@ class S4(StateSpace):
     ):
         if d_state < 2 or d_state % 2:
             raise ValueError(f"d_state must be positive and even, for conjugate pairs, got {d_state}")
-        super().__init__(d_model, d_state, n_ssm, impl, dt_min, dt_max, max_lr)
+        super().__init__(d_model, d_state, n_ssm, impl, decode, dt_min, dt_max, max_lr)
         A, P, B = hippo_legs(d_state)
         self.A_log_decay = self._spectrum(np.log(-A.real), max_lr)  # Re Λ = -exp(.): with -P P* A is stable, always
         self.A_imag = self._spectrum(A.imag, max_lr)
@@ -58,14 +60,8 @@ class S4(StateSpace):
         self.check_dt()
         return dplr_layer_kernel(*self._parameters_of_modes(), self.C, length, self.impl)
 
-    def discrete(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        return tuple(t.to(dtype) for t in self.modes())
-
-    def advance(self, u: Tensor, x: Tensor, *discrete: Tensor) -> tuple[Tensor, Tensor]:
-        """In O(N): Woodbury's formula in place of the matrix Ā."""
-        lam, P, B = discrete
-        x = x + increment(x, lam, P, B * u[..., None, None])  # (B, D, M, 2)
-        return 2 * times(self.C, x)[..., 0].sum(-1), x
+    def recurrence(self) -> tuple:
+        return self.log_dt, self.A_log_decay, self.A_imag, self.C, self.D, self.P, self.B, "bilinear"
 
     def carry(self, u: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Piece by piece: a convolution within each, and dense matrices that carry the state from one to the next.

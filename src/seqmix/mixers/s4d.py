@@ -5,8 +5,8 @@
     y = K * u + D u,           K_l = 2 Re Σ_n C_n Ā_n^l B̄_n     a causal convolution, by FFT
 
 Gu, Gupta, Goel & Ré 2022, "On the Parameterization and Initialization of Diagonal State Space Models": sampling and
-kernel in §3, spectra in §4. B is 1: K sees C B̄ alone. Around it S4's layer: GELU, then a gated linear unit. Kernel and
-convolution come from `seqmix_kernels`.
+kernel in §3, spectra in §4. B is 1: K sees C B̄ alone. Around it S4's layer: GELU, then a gated linear unit. Kernel,
+convolution and the step of decoding come from `seqmix_kernels`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqmix.mixers.base import Mixer, named, no_weight_decay
+from seqmix.mixers.base import Mixer, is_plain, named, no_weight_decay
 from seqmix_kernels.fft_conv import fft_conv
 from seqmix_kernels.fft_conv import which_impl as which_convolution
 from seqmix_kernels.fft_conv import why_not as why_not_convolution
-from seqmix_kernels.s4_kernel import IMPLS, discretize, expm1, power, s4d_kernel, s4d_layer_kernel, times
+from seqmix_kernels.s4_kernel import IMPLS, discretize, power, s4d_kernel, s4d_layer_kernel, times
 from seqmix_kernels.s4_kernel import which_impl as which_kernel
 from seqmix_kernels.s4_kernel import why_not as why_not_kernel
+from seqmix_kernels.s4_step import IMPLS as STEPS
+from seqmix_kernels.s4_step import gated_projection, s4_step
+from seqmix_kernels.s4_step import which_impl as which_step
+from seqmix_kernels.s4_step import why_not as why_not_step
 
 INITS = ("lin", "inv", "legs", "real")
 DISCRETIZATIONS = ("zoh", "bilinear")
@@ -38,13 +42,21 @@ class StateSpaceState(NamedTuple):
 class StateSpace(Mixer):
     """What S4 and S4D have in common: Δ, the skip D, the convolution with a kernel K, and the output's gate.
 
-    A subclass makes K in `kernel`, and has the recurrent view in `discrete`, `advance` and `carry`. Complex parameters
+    A subclass makes K in `kernel`, and has the recurrent view in `recurrence` and `carry`. Complex parameters
     are pairs of real ones, (..., 2), so that no cast drops their imaginary part. All that becomes a power is computed
     in float64, anew at each call: an optimiser step would leave a kept copy stale.
     """
 
     def __init__(
-        self, d_model: int, d_state: int, n_ssm: int | None, impl: str, dt_min: float, dt_max: float, max_lr: float
+        self,
+        d_model: int,
+        d_state: int,
+        n_ssm: int | None,
+        impl: str,
+        decode: str,
+        dt_min: float,
+        dt_max: float,
+        max_lr: float,
     ):
         super().__init__()
         n_ssm = d_model if n_ssm is None else n_ssm
@@ -52,9 +64,11 @@ class StateSpace(Mixer):
             raise ValueError(f"n_ssm must divide d_model={d_model}, got {n_ssm}")
         if impl not in IMPLS:
             raise ValueError(f"impl must be one of {', '.join(IMPLS)}, got {impl!r}")
+        if decode not in STEPS:
+            raise ValueError(f"decode must be one of {', '.join(STEPS)}, got {decode!r}")
         if not 0 < dt_min <= dt_max < math.inf:
             raise ValueError(f"0 < dt_min <= dt_max < inf is needed, got dt_min={dt_min!r} and dt_max={dt_max!r}")
-        self.d_model, self.d_state, self.n_ssm, self.impl = d_model, d_state, n_ssm, impl
+        self.d_model, self.d_state, self.n_ssm, self.impl, self.decode = d_model, d_state, n_ssm, impl, decode
         log_dt = torch.empty(d_model, dtype=torch.float32).uniform_(math.log(dt_min), math.log(dt_max))
         self.log_dt = no_weight_decay(nn.Parameter(log_dt), max_lr=max_lr)
         self.D = no_weight_decay(nn.Parameter(torch.randn(d_model, dtype=torch.float32)))
@@ -68,12 +82,8 @@ class StateSpace(Mixer):
         """The convolution kernel K (D, length), without the skip D."""
         raise NotImplementedError
 
-    def discrete(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """What `advance` needs of Ā and B̄: made in float64, handed out in dtype."""
-        raise NotImplementedError
-
-    def advance(self, u: Tensor, x: Tensor, *discrete: Tensor) -> tuple[Tensor, Tensor]:
-        """One step of the recurrence: u (B, D), the state x -> 2 Re C x (B, D), the state after."""
+    def recurrence(self) -> tuple:
+        """What `s4_step` takes after the token and the state."""
         raise NotImplementedError
 
     def carry(self, u: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,11 +99,16 @@ class StateSpace(Mixer):
         return StateSpaceState(self.C.new_zeros(batch, *self.C.shape))
 
     def step(self, x_t: Tensor, state: StateSpaceState) -> tuple[Tensor, StateSpaceState]:
-        with torch.autocast(x_t.device.type, enabled=False):
-            u = x_t.to(self.D.dtype)
-            y, x = self.advance(u, state.x, *self.discrete(u.dtype))
-            y = F.gelu(y + self.D * u).to(x_t.dtype)
-        return self._project(y), StateSpaceState(x)
+        self.check_dt()
+        # while a CUDA graph is captured the state handed in is used up: a graph has it at one address, and nobody looks
+        in_place = x_t.is_cuda and torch.cuda.is_current_stream_capturing()
+        y, x = s4_step(x_t, state.x, *self.recurrence(), "gelu", self.decode, in_place)
+        gate, out = self.gate_proj, self.out_proj
+        if is_plain(gate) and is_plain(out):
+            y = gated_projection(y, gate.weight, out.weight, gate.bias, out.bias, self.decode)
+        else:
+            y = self._project(y)
+        return y, StateSpaceState(x)
 
     def prefill(self, x: Tensor, state: StateSpaceState) -> tuple[Tensor, StateSpaceState]:
         if x.shape[1] == 0:
@@ -106,8 +121,12 @@ class StateSpace(Mixer):
 
     def kernels_used(self, x: Tensor) -> dict[str, str]:
         c = torch.empty((), dtype=self.C.dtype, device=x.device)
-        kernel = named(self.impl, which_kernel, why_not_kernel, c)
-        return {"s4_kernel": kernel, "fft_conv": named(self.impl, which_convolution, why_not_convolution, x)}
+        token = c if c.dtype == torch.float64 else x  # decoding has no gradient
+        return {
+            "s4_kernel": named(self.impl, which_kernel, why_not_kernel, c),
+            "fft_conv": named(self.impl, which_convolution, why_not_convolution, x),
+            "s4_step": named(self.decode, which_step, why_not_step, token, self.C[0].numel(), False),
+        }
 
     def dt(self) -> Tensor:
         """Δ (D,), float64."""
@@ -137,8 +156,9 @@ class S4D(StateSpace):
 
     init: the spectrum of A, lin | inv | legs | real (§4 of the paper). discretization: zoh | bilinear. n_ssm: how many
     spectra there are, channel d has number d mod n_ssm; null: one a channel. impl: which implementation of kernel and
-    convolution runs (seqmix_kernels/s4_kernel, fft_conv); all compute one function. Δ starts log-uniform in
-    [dt_min, dt_max]. max_lr: the most that A and Δ are trained with, undecayed.
+    convolution runs (seqmix_kernels/s4_kernel, fft_conv); all compute one function. decode: that of a step
+    (seqmix_kernels/s4_step). Δ starts log-uniform in [dt_min, dt_max]. max_lr: the most that A and Δ are trained with,
+    undecayed.
     """
 
     def __init__(
@@ -149,6 +169,7 @@ class S4D(StateSpace):
         discretization: str = "zoh",
         n_ssm: int | None = None,
         impl: str = "auto",
+        decode: str = "auto",
         *,
         dt_min: float = 1e-3,
         dt_max: float = 1e-1,
@@ -160,7 +181,7 @@ class S4D(StateSpace):
             raise ValueError(f"discretization must be one of {', '.join(DISCRETIZATIONS)}, got {discretization!r}")
         if d_state < 1 or (init != "real" and d_state % 2):
             raise ValueError(f"d_state must be positive, and even for conjugate pairs (init={init!r}), got {d_state}")
-        super().__init__(d_model, d_state, n_ssm, impl, dt_min, dt_max, max_lr)
+        super().__init__(d_model, d_state, n_ssm, impl, decode, dt_min, dt_max, max_lr)
         self.discretization, self.is_real = discretization, init == "real"
         A = spectrum(init, d_state)  # (M,)
         M, parts = len(A), 1 if self.is_real else 2
@@ -173,16 +194,8 @@ class S4D(StateSpace):
         parameters = self.log_dt, self.A_log_decay, self.A_imag, self.C
         return s4d_layer_kernel(*parameters, length, self.discretization, self.impl)
 
-    def discrete(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Ā - 1 and not Ā: rounding is then in proportion to the change, and a slow mode keeps its pace."""
-        log_A, B = self.discretize()
-        return expm1(log_A).to(dtype), B.to(dtype)
-
-    def advance(self, u: Tensor, x: Tensor, *discrete: Tensor) -> tuple[Tensor, Tensor]:
-        change, B = discrete
-        x = self._pairs(x)  # (B, D, M, 2)
-        x = x + (times(change, x) + B * u[..., None, None])
-        return self._read(x)[..., 0].sum(-1), x[..., : self.C.shape[-1]].contiguous()  # holds no more than it is
+    def recurrence(self) -> tuple:
+        return self.log_dt, self.A_log_decay, self.A_imag, self.C, self.D, None, None, self.discretization
 
     def carry(self, u: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         log_A, B = self.discretize()
