@@ -131,7 +131,7 @@ def test_kernels_compile_for_hopper_without_spills(kind):
     for r in rows:
         # the Gluon kernels hold to 168 registers (255 in float32): a few bytes of a tile's go to the stack, in the backward
         # never of a step's (the forward has its 32 steps in one loop over tiles)
-        allowed = 0 if kind == "plain" else 200
+        allowed = 0 if kind == "plain" else 240
         assert r["stack"] <= allowed and r["shared"] <= 76_800, r
         assert r["in_loop"] == 0 or r["kernel"] == "fwd_kernel", r
 
@@ -206,7 +206,7 @@ def test_real_kernels_match_the_equation(scan, case):
     ids=str,
 )
 def test_zero_order_hold_and_padded_channels_in_gluon(scan, case):
-    """Also where A is 0 and where it makes the state grow, with documents, in both forms of the backward."""
+    """Also where A is 0 and where it makes the state grow, with documents, split over L."""
     bench, fused = scan
     args = bench.inputs(*case)
     args[2][:, 0] = 0.0
@@ -214,11 +214,11 @@ def test_zero_order_hold_and_padded_channels_in_gluon(scan, case):
     assert fused.gluon_why_not(args[0], case[4]) is None
     length = case[1]
     seq = (torch.arange(length, device="cuda") * 3 // length).repeat(case[0], 1)
-    hows = (fused.Plan(True, 1, 1), 0), (fused.Plan(True, 3, 3), 132)
-    for discretization, seq_idx in (("zoh", None), ("zoh", seq), ("euler", seq)):
-        for how, fused.SMS in hows:
-            e = bench.errors(args, how, discretization=discretization, seq_idx=seq_idx)
-            assert e.same and not within(e.ours, e.torch, args[0].dtype != torch.float32), (discretization, seq_idx, how)
+    one, three = fused.Plan(True, 1, 1), fused.Plan(True, 3, 3)
+    runs = [("zoh", None, one, 0), ("zoh", seq, three, 0), ("euler", seq, three, 132), ("euler", None, one, 0)]
+    for discretization, seq_idx, how, fused.SMS in runs:
+        e = bench.errors(args, how, discretization=discretization, seq_idx=seq_idx)
+        assert e.same and not within(e.ours, e.torch, args[0].dtype != torch.float32), (discretization, seq_idx, how)
 
 
 @pytest.mark.gpu

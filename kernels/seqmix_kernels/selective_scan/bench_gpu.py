@@ -45,6 +45,8 @@ CASES = (
     (1, 1, 7, 1, 1, torch.float32, ()),
 )
 
+PADDED = ((40, 16, 1, torch.float32), (71, 16, 1, torch.bfloat16), (71, 33, 1, torch.float16), (140, 16, 2, torch.float32))
+
 
 def inputs(batch, length, width, n, groups=1, dtype=torch.bfloat16, without=(), seed=0, device="cuda"):
     """x, dt, A, B, C, D, z, dt_bias, initial_state as a trained model has them: delta about 0.02, A = -1..-N."""
@@ -136,18 +138,22 @@ def check():
     fused.SMS = few
     seq = torch.tensor([0] * 30 + [1] * 70 + [2] * 20, device="cuda").repeat(2, 1)
     report("seq_idx", errors(inputs(2, 120, 40, 16), seq_idx=seq))
-    # zero-order hold, padded channels, both forms of the backward
-    for width, n, groups, dtype in ((40, 16, 1, torch.float32), (71, 16, 1, torch.bfloat16), (71, 33, 1, torch.float16),
-                                    (140, 16, 2, torch.float32)):  # fmt: skip
-        args = inputs(2, 120, width, n, groups, dtype)
-        args[2][:, 0] = 0.0
-        for rule in ("euler", "zoh"):
-            for segments, fused.SMS in ((1, 0), (3, few)):
-                e = errors(args, fused.Plan(True, segments, segments), discretization=rule, seq_idx=seq)
-                report(f"{rule} D{width} N{n} G{groups} {str(dtype)[6:]} segments {segments} few {fused.SMS > 0}", e)
-    fused.SMS = few
+    for case in PADDED:
+        check_padded(*case)
     report("zoh plain", errors(inputs(2, 120, 40, 16), fused.Plan(False), seq_idx=seq, discretization="zoh"))
     torch.use_deterministic_algorithms(False)
+
+
+def check_padded(width, n, groups, dtype):
+    """Zero-order hold and channels that are padded, an A of 0, documents."""
+    few = fused.SMS
+    args = inputs(2, 120, width, n, groups, dtype)
+    args[2][:, 0] = 0.0
+    seq = torch.tensor([0] * 30 + [1] * 70 + [2] * 20, device="cuda").repeat(2, 1)
+    for rule in ("zoh", "euler"):
+        for segments, fused.SMS in ((1, 0), (3, few)):
+            e = errors(args, fused.Plan(True, segments, segments), discretization=rule, seq_idx=seq)
+            report(f"{rule} D{width} N{n} G{groups} {str(dtype)[6:]} segments {segments} few {fused.SMS > 0}", e)
 
 
 def calls(args, how=None, chunk=None, rule="euler"):
