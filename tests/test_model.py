@@ -337,6 +337,19 @@ def test_aligned_logits_are_the_logits(shape):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
+@over_models
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0), (0, 0)])
+def test_nothing_gives_gradients_of_zeros(name, shape):
+    model = make(name)
+    tokens = torch.zeros(shape, dtype=torch.int64)
+    logits, _ = model.prefill(tokens, model.init_state(shape[0]))
+    for out in (model(tokens), logits):
+        assert out.shape == (*shape, V)
+        gradients = torch.autograd.grad(out.sum(), list(model.parameters()), allow_unused=True)
+        for (key, parameter), gradient in zip(model.named_parameters(), gradients, strict=True):
+            assert gradient is not None and torch.equal(gradient, torch.zeros_like(parameter)), key
+
+
 # -- cast whole -------------------------------------------------------------------------------------------------------
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -362,7 +362,11 @@ def test_nothing_in_nothing_out():
         args = qkv(**sizes, dtype=torch.float32, grad=True)
         y = attention(*args)
         assert y.shape == args[0].shape
-        y.sum().backward()
+        for t, g in zip(args, torch.autograd.grad(y.sum(), args), strict=True):
+            assert torch.equal(g, torch.zeros_like(t))
+        k = args[1].detach().requires_grad_()  # it alone needs one
+        (g,) = torch.autograd.grad(attention(args[0].detach(), k, args[2].detach()).sum(), k)
+        assert torch.equal(g, torch.zeros_like(k))
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,13 @@ def run(given, activation, impl, dtype=torch.float64):
 @pytest.mark.parametrize(
     "batch, length, width, taps",
     [
-        (1, 1, 1, 1), (2, 2, 3, 2), (2, 7, 3, 7), (1, 33, 2, 20), (1, 64, 2, 100), (2, 127, 2, 127), (2, 3000, 2, 17),
+        (1, 1, 1, 1),
+        (2, 2, 3, 2),
+        (2, 7, 3, 7),
+        (1, 33, 2, 20),
+        (1, 64, 2, 100),
+        (2, 127, 2, 127),
+        (2, 3000, 2, 17),
         (1, 3000, 1, 700),
     ],
 )
@@ -173,12 +179,20 @@ def test_compiles_without_a_break():
     torch.testing.assert_close(compiled(u, kernel, D, "gelu", gate), fft_conv(u, kernel, D, "gelu", gate))
 
 
-def test_empty_sequences():
-    for shape in ((2, 0, 3), (0, 4, 3)):
-        u = torch.zeros(shape, requires_grad=True)
-        y = fft_conv(u, torch.ones(3, 4), torch.ones(3), "gelu")
-        assert y.shape == shape
-        y.sum().backward()
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 0, 3), (0, 4, 3)])
+def test_empty_sequences(shape, dtype, impl):
+    u, gate = (torch.zeros(shape, dtype=dtype, requires_grad=True) for _ in range(2))
+    kernel, D = (torch.full(size, torch.nan, requires_grad=True) for size in ((3, 4), (3,)))
+    state = torch.ones(shape[0], 3, 3, requires_grad=True)
+    y = fft_conv(u, kernel, D, "gelu", gate, impl)
+    carried, after = fft_conv_carry(u, kernel, state, D, "gelu", gate)
+    assert y.shape == carried.shape == shape and y.dtype == carried.dtype == dtype
+    assert torch.equal(after, state)
+    for out in (y, carried):  # nothing depends on them: zeros, also where they are not finite
+        for t, g in zip((u, kernel, D, gate), torch.autograd.grad(out.sum(), (u, kernel, D, gate)), strict=True):
+            assert torch.equal(g, torch.zeros_like(t))
 
 
 def test_the_choice_says_why():

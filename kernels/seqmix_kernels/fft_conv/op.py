@@ -52,7 +52,7 @@ def fft_conv(
     kernel = kernel[:, : max(1, u.shape[1])]
     with torch.autocast(u.device.type, enabled=False):
         if u.numel() == 0:
-            return u.clone()
+            return _empty(u, kernel, D, gate)
         if name == "reference":
             return reference(u, kernel, D, activation, gate)
         y, _ = torch.ops.seqmix.fft_conv_fwd(u, kernel, D, gate, activation, name)
@@ -83,13 +83,18 @@ def fft_conv_carry(
     if state.shape != wanted or state.dtype != acc:
         raise ValueError(f"state must be {acc} of shape {wanted}; got {state.dtype} of {tuple(state.shape)}")
     if u.numel() == 0:
-        return u.clone(), state
+        return _empty(u, kernel, D, gate), state
     with torch.autocast(u.device.type, enabled=False):
         wide = u.to(acc)
         p = torch_forms.linear(wide.mT, kernel.to(acc)).mT + F.pad(state, (0, 0, 0, length))  # (B, L + K - 1, D)
         p, state = p.split((length, kernel.shape[1] - 1), dim=1)
         y = activate(p if D is None else p + D.to(acc) * wide, activation)
         return (y if gate is None else y * gate.to(acc)).to(u.dtype), state
+
+
+def _empty(u: Tensor, *others: Tensor | None) -> Tensor:
+    """u without a number in it, as a function of the others too: their gradients are zeros, not None."""
+    return u + 0 * sum(t.sum() for t in others if t is not None)
 
 
 def which_impl(u: Tensor) -> tuple[str, str]:

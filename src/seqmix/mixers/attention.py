@@ -170,7 +170,7 @@ class Attention(Mixer):
     def prefill(self, x: Tensor, state: AttentionState) -> tuple[Tensor, AttentionState]:
         L = x.shape[1]
         if L == 0:
-            return self._out(x.new_empty(len(x), 0, self.n_heads, self.head_dim)), state
+            return self.forward(x), state
         steps = torch.arange(L, device=x.device)
         if _blind(x):
             q, k, v = self._project(x, state.length[:, None] + steps)

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 State = NamedTuple  # of tensors (or further such tuples), the batch in their first axis
@@ -88,7 +89,9 @@ class Mixer(nn.Module):
 
 
 def in_pieces(layer: nn.RNNBase, x: Tensor, state: Tensor | tuple) -> tuple[Tensor, Tensor | tuple]:
-    """y, state = layer(x, state) of a recurrent layer of torch, for x (B, L, D) of any length above 0."""
+    """y, state = layer(x, state) of a recurrent layer of torch, for x (B, L, D) of any length."""
+    if x.shape[1] == 0:  # torch refuses it; of one step none is used, so that every weight has a gradient, of zeros
+        return layer(F.pad(x, (0, 0, 0, 1)), state)[0][:, :0], state
     if x.shape[1] <= PIECE:
         return layer(x, state)
     outputs = []

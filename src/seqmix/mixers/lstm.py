@@ -46,8 +46,6 @@ class LSTM(Mixer):
         return LSTMState(zeros, zeros.clone())
 
     def prefill(self, x: Tensor, state: LSTMState) -> tuple[Tensor, LSTMState]:
-        if x.shape[1] == 0:  # nn.LSTM refuses an empty sequence
-            return x, state
         before = state.h[None].to(x.dtype), state.c[None].to(x.dtype)
         y, (h, c) = in_pieces(self.lstm, x, before)  # (B, L, H), (1, B, H) twice
         return self.out_proj(y), LSTMState(h[0], c[0])

@@ -42,7 +42,5 @@ class RNN(Mixer):
         return RNNState(self.out_proj.weight.new_zeros(batch, self.d_hidden))
 
     def prefill(self, x: Tensor, state: RNNState) -> tuple[Tensor, RNNState]:
-        if x.shape[1] == 0:  # nn.RNN refuses an empty sequence
-            return x, state
         y, h = in_pieces(self.rnn, x, state.h[None].to(x.dtype))  # (B, L, H), (1, B, H)
         return self.out_proj(y), RNNState(h[0])

@@ -91,9 +91,8 @@ class StateSpace(Mixer):
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.shape[1] == 0:
-            return x
-        return self._project(fft_conv(x, self.kernel(x.shape[1]), self.D, "gelu", impl=self.impl))
+        K = self.kernel(max(1, x.shape[1]))  # (D, L); of an empty sequence its parameters have gradients too, of zeros
+        return self._project(fft_conv(x, K, self.D, "gelu", impl=self.impl))
 
     def init_state(self, batch: int) -> StateSpaceState:
         return StateSpaceState(self.C.new_zeros(batch, *self.C.shape))
@@ -112,7 +111,7 @@ class StateSpace(Mixer):
 
     def prefill(self, x: Tensor, state: StateSpaceState) -> tuple[Tensor, StateSpaceState]:
         if x.shape[1] == 0:
-            return x, state
+            return self.forward(x), state
         with torch.autocast(x.device.type, enabled=False):
             u = x.to(self.D.dtype)
             y, after = self.carry(u, state.x)
