@@ -33,14 +33,19 @@ HALF_TURNS = tl.constexpr(0.15915494309189535)  # 1 / 2π
 
 
 @triton.jit
+def both(at):
+    """Where the two parts of pairs are: [..., 2]."""
+    return tl.expand_dims(at, -1) * 2 + tl.arange(0, 2)
+
+
+@triton.jit
 def pairs(ptr, at, mask, REAL: tl.constexpr):
-    """Real and imaginary parts [BD, BM] of what lies in pairs, or alone (REAL)."""
+    """Real and imaginary parts of what lies in pairs, or alone (REAL)."""
     if REAL:
         re = tl.load(ptr + at, mask=mask, other=0.0)
         return re, tl.zeros_like(re)
     else:
-        both = tl.load(ptr + at[:, :, None] * 2 + tl.arange(0, 2)[None, None, :], mask=mask[:, :, None], other=0.0)
-        return tl.split(both)
+        return tl.split(tl.load(ptr + both(at), mask=tl.expand_dims(mask, -1), other=0.0))
 
 
 @triton.jit
@@ -119,35 +124,31 @@ def step_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    us, rs, js = (), (), ()
-    for i in tl.static_range(ROWS):  # all are asked for before any is written: the compiler may not reorder them itself
-        b = tl.program_id(1).to(tl.int64) * ROWS + i
-        us = us + (tl.load(u_ptr + b * sub + d, mask=dm & (b < batch), other=0.0).to(tl.float32),)  # noqa: RUF005
-        xr, xi = pairs(x_ptr + b * E * M * (1 if REAL else 2), own, mask & (b < batch), REAL)
-        rs, js = rs + (xr,), js + (xi,)  # noqa: RUF005
-    for i in tl.static_range(ROWS):
-        b = tl.program_id(1).to(tl.int64) * ROWS + i
-        u, xr, xi = us[i], rs[i], js[i]
-        if REAL:
-            xr += ar * xr + br * u[:, None]
-            y = tl.sum(Cr * xr, axis=1)
-            tl.store(new_ptr + b * E * M + own, xr, mask=mask & (b < batch))
-        else:
-            dr = ar * xr - ai * xi + br * u[:, None]
-            di = ar * xi + ai * xr + bi * u[:, None]
-            if LOW_RANK:
-                w = tl.sum(qr * xr - qi * xi, axis=1)[:, None]
-                dr -= vr * w
-                di -= vi * w
-            xr += dr
-            xi += di
-            y = 2.0 * tl.sum(Cr * xr - Ci * xi, axis=1)
-            pair = own[:, :, None] * 2 + tl.arange(0, 2)[None, None, :]
-            tl.store(new_ptr + b * E * M * 2 + pair, tl.join(xr, xi), mask=(mask & (b < batch))[:, :, None])
-        y += skip * u
-        if GELU:
-            y = 0.5 * y * (1.0 + tl.erf(y * SQRT_HALF))
-        tl.store(y_ptr + b * E + d, y.to(y_ptr.dtype.element_ty), mask=dm & (b < batch))
+    b = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    bm = (b < batch)[:, None] & dm[None, :]
+    u = tl.load(u_ptr + b[:, None] * sub + d[None, :], mask=bm, other=0.0).to(tl.float32)  # [ROWS, BD]
+    own = b[:, None, None] * (E * M) + own[None, :, :]
+    mask = bm[:, :, None] & mask[None, :, :]
+    xr, xi = pairs(x_ptr, own, mask, REAL)  # [ROWS, BD, BM]
+    if REAL:
+        xr += ar[None, :, :] * xr + br[None, :, :] * u[:, :, None]
+        y = tl.sum(Cr[None, :, :] * xr, axis=2)
+        tl.store(new_ptr + own, xr, mask=mask)
+    else:
+        dr = ar[None, :, :] * xr - ai[None, :, :] * xi + br[None, :, :] * u[:, :, None]
+        di = ar[None, :, :] * xi + ai[None, :, :] * xr + bi[None, :, :] * u[:, :, None]
+        if LOW_RANK:
+            w = tl.sum(qr[None, :, :] * xr - qi[None, :, :] * xi, axis=2)[:, :, None]
+            dr -= vr[None, :, :] * w
+            di -= vi[None, :, :] * w
+        xr += dr
+        xi += di
+        y = 2.0 * tl.sum(Cr[None, :, :] * xr - Ci[None, :, :] * xi, axis=2)
+        tl.store(new_ptr + both(own), tl.join(xr, xi), mask=tl.expand_dims(mask, -1))
+    y += skip[None, :] * u
+    if GELU:
+        y = 0.5 * y * (1.0 + tl.erf(y * SQRT_HALF))
+    tl.store(y_ptr + b[:, None] * E + d[None, :], y.to(y_ptr.dtype.element_ty), mask=bm)
 
 
 @triton.jit
