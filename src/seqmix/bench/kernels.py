@@ -74,6 +74,8 @@ SHAPES = {  # length, batch, width, inner, dtype
         "fft_conv": ((2048, 8, 768, 0, "bfloat16"),),
         "s4d_kernel": ((2048, 1, 768, 32, "float32"),),
         "dplr_kernel": ((2048, 1, 768, 32, "float32"),),
+        "s4_step": ((1, 1, 768, 32, "bfloat16"), (1, 64, 768, 32, "bfloat16")),
+        "s4d_step": ((1, 1, 768, 32, "bfloat16"), (1, 64, 768, 32, "bfloat16")),
         "cross_entropy": ((16384, 1, 50277, 0, "bfloat16"),),
     },
     "cpu": {
@@ -84,6 +86,8 @@ SHAPES = {  # length, batch, width, inner, dtype
         "fft_conv": ((512, 2, 128, 0, "float32"),),
         "s4d_kernel": ((512, 1, 128, 32, "float32"),),
         "dplr_kernel": ((512, 1, 128, 32, "float32"),),
+        "s4_step": ((1, 8, 128, 32, "float32"),),
+        "s4d_step": ((1, 8, 128, 32, "float32"),),
         "cross_entropy": ((512, 1, 1000, 0, "float32"),),
     },
 }
@@ -392,6 +396,27 @@ def _s4_kernel(name: str) -> Op:
     return Op(s4_kernel.IMPLS[1:], inputs, run, check, work, "LDM")
 
 
+def _s4_step(low_rank: bool) -> Op:
+    from seqmix_kernels.s4_step import IMPLS, s4_step
+
+    def inputs(case, normal, dtype):
+        E, M, n = case.width, case.inner, 1 if low_rank else case.width  # sets of modes, as the mixers have them
+        imag = torch.pi * torch.arange(M, device=normal(1).device).repeat(n, 1).float()
+        own = normal(E).sigmoid() * 4.6 - 6.9, torch.full_like(imag, -0.69), imag, normal(E, M, 2), normal(E)
+        pairs = (normal(n, M, 2), normal(n, M, 2)) if low_rank else ()
+        return normal(case.batch, E).to(dtype), normal(case.batch, E, M, 2), *own, *pairs
+
+    def check(tensors, y):
+        return y, s4_step(*(t.double() for t in tensors), impl="reference")[0]
+
+    def work(case, size):
+        E, M, B, n = case.width, case.inner, case.batch, 1 if low_rank else case.width
+        parameters = 4 * (2 * E + 2 * E * M + n * M * (6 if low_rank else 2))
+        return Work(parameters + B * E * (2 * 2 * M * 4 + 2 * size), B * E * M * (36 if low_rank else 20)), None
+
+    return Op(IMPLS[1:], inputs, lambda case, t: s4_step(*t, impl=case.impl)[0], check, work, "BEM")
+
+
 def _cross_entropy() -> Op:
     from seqmix_kernels.cross_entropy import IMPLS, cross_entropy
 
@@ -423,5 +448,7 @@ OPS: dict[str, Op] = {
     "fft_conv": _fft_conv(),
     "s4d_kernel": _s4_kernel("s4d_kernel"),
     "dplr_kernel": _s4_kernel("dplr_kernel"),
+    "s4_step": _s4_step(low_rank=True),
+    "s4d_step": _s4_step(low_rank=False),
     "cross_entropy": _cross_entropy(),
 }

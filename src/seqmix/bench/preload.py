@@ -13,7 +13,8 @@ MODULES = (
 )  # fmt: skip
 WITH_TRITON = (
     "attention.fused_rotary", "attention.fused_step", "causal_conv1d.fused", "cross_entropy.fused", "fft_conv.fused",
-    "mamba_inner.inner", "mamba_step.fused", "s4_kernel.fused", "selective_scan.fused", "selective_scan.gluon_kernels",
+    "mamba_inner.inner", "mamba_step.fused", "s4_kernel.fused", "s4_step.fused", "selective_scan.fused",
+    "selective_scan.gluon_kernels",
 )  # fmt: skip
 
 
