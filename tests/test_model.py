@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from seqmix.channel_mixers import GELUMLP, SwiGLU
 from seqmix.mixers.mamba import Mamba
@@ -19,6 +20,7 @@ from seqmix.model import Block, SequenceModel, aligned_product
 from seqmix.optim import param_groups
 
 CONFIGS = {path.stem: OmegaConf.load(path) for path in sorted((Path(__file__).parents[1] / "conf" / "model").glob("*.yaml"))}
+on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 over_models = pytest.mark.parametrize("name", CONFIGS)
 V = 11
 
@@ -350,9 +352,29 @@ def test_nothing_gives_gradients_of_zeros(name, shape):
             assert gradient is not None and torch.equal(gradient, torch.zeros_like(parameter)), key
 
 
-# -- cast whole -------------------------------------------------------------------------------------------------------
+@over_models
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
+def test_runs_on_tensors_without_numbers(name, device):
+    """FakeTensorMode: what a model would need, without running it."""
+    parts = instantiate(CONFIGS[name].model), instantiate(CONFIGS[name].channel_mixer)
+    with FakeTensorMode(), torch.device(device):
+        model, tokens = SequenceModel(V, 32, 2, *parts), torch.zeros(2, 9, dtype=torch.int64)
+        with torch.autocast(device, torch.bfloat16):
+            logits = model(tokens)
+        logits.sum().backward()
+        assert logits.shape == (2, 9, V) and all(p.grad.shape == p.shape for p in model.parameters())
+        with torch.no_grad():
+            logits, state = model.prefill(tokens, model.init_state(2))
+            logits, _ = model.step(tokens[:, 0], state)
+        assert logits.shape == (2, V)
+    model, tokens = make(name).to(device), random_tokens(2, 9).to(device)
+    with torch.autocast(device, torch.bfloat16):
+        assert model(tokens).isfinite().all()  # and nothing of it is left behind
+        if name == "transformer":
+            assert not model.kernels_used(2, 9)["attention"].startswith("math")
 
-on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+# -- cast whole -------------------------------------------------------------------------------------------------------
 
 
 def logits_and_gradients(model, tokens, autocast=None):

@@ -1,6 +1,7 @@
 """The attention operator on a CPU: the equation by hand, every implementation that runs here, and, with flash-attn-4 stood in
 for, all that is around a backend. tests/kernels/test_attention_gpu.py runs the backends themselves."""
 
+import contextlib
 import functools
 import json
 import math
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import stand_in_fa4
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from seqmix_kernels.attention import (
     IMPLS,
@@ -246,6 +248,27 @@ def test_auto_on_a_gpu_takes_the_fastest_that_is_right(monkeypatch):
         op._decide(case)
 
 
+def test_a_pass_without_numbers_is_chosen_for_by_real_ones(monkeypatch):
+    """Under FakeTensorMode the probe runs on tensors that have numbers; where there is no GPU, it does not run."""
+    case = Case(torch.device("cuda"), torch.bfloat16, 64, 1, train=True)
+    if not torch.cuda.is_available():
+        with FakeTensorMode():
+            q, k, v = (torch.empty(2, 9, 4, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+            name, reason = which_impl(case_of(q, k, v))
+        assert name == "math" and "no GPU here" in reason
+    for name in ("device", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: contextlib.nullcontext() if _ else False)
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: contextlib.nullcontext())
+    monkeypatch.setattr(op, "why_not", lambda impl, case: None)
+    monkeypatch.setattr(op.probe, "_compare", lambda run, case: seen.append(torch.ones(3, device="cpu").sum().item()))
+    monkeypatch.setattr(op.probe, "_inputs", lambda *_: (None, None, None))
+    monkeypatch.setattr(op.probe, "_time", lambda call: 1.0)
+    seen = []
+    with FakeTensorMode():
+        name, _ = op._decide(case)
+    assert name == "fa4" and seen == [3.0] * 5
+
+
 def test_what_one_process_has_tried_another_need_not(monkeypatch):
     tried, card = [], "card A"
 
@@ -258,6 +281,7 @@ def test_what_one_process_has_tried_another_need_not(monkeypatch):
     monkeypatch.setattr(op, "_tried", {})
     monkeypatch.setattr(op, "_handed", {})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: card)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     case, refused = Case(torch.device("cuda", 0), torch.bfloat16, 64, 1, train=True), None
 
     def another_process(choices):

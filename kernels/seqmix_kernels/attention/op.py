@@ -181,6 +181,8 @@ def take_choices(choices: Mapping[Tried, tuple[str, str]]) -> None:
 
 @functools.cache
 def _decide_once(case: Case) -> tuple[str, str]:
+    if case.device.type == "cuda" and not torch.cuda.is_available():
+        return "math", "there is no GPU here, so such tensors are FakeTensorMode's: shapes alone"
     key = None
     if case.device.type == "cuda" and not case.cached and case.dtype != torch.float64:  # where candidates are run
         key = torch.cuda.get_device_name(case.device), torch.__version__, torch.get_float32_matmul_precision(), case

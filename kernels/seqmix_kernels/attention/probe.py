@@ -3,6 +3,7 @@
 import contextlib
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 CHECKED = (2, 333, 2)  # B, L, key heads of the numeric probe: L is no multiple of any tile
 TIMED = (4, 4096, 16)
@@ -28,8 +29,10 @@ def milliseconds(run, case) -> float:
 
 @contextlib.contextmanager
 def _apart(case):
-    """On the case's device, and nothing of the caller's (autocast, inference mode, random numbers) touched or seen."""
+    """On the case's device, and nothing of the caller's (autocast, inference mode, random numbers, fake tensors) touched or
+    seen."""
     with (
+        unset_fake_temporarily(),
         torch.cuda.device(case.device),
         torch.device(case.device),
         torch.autocast("cuda", enabled=False),
