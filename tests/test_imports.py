@@ -32,6 +32,7 @@ ARROWS = {
     "src/seqmix/bench/kernels.py": ("seqmix.costs", "seqmix.measure", "seqmix_kernels"),
     "src/seqmix/bench": (
         "seqmix.bench", "seqmix.config", "seqmix.costs", "seqmix.decode", "seqmix.measure", "seqmix.optim", "seqmix.tracking",
+        "seqmix_kernels.attention",  # its choices, which one point hands on to the next
     ),
     "src/seqmix/tracking.py": (),
     "src/seqmix/report": ("seqmix.report",),
