@@ -174,6 +174,18 @@ def test_a_weight_update_reaches_both_views_and_nothing_is_kept(cls):
     assert all((a - b).abs().max() > 1e-4 for a, b in itertools.pairwise(seen))
 
 
+@both
+def test_a_projection_that_something_watches_is_called(cls):
+    """A step reads the weights of plain Linears itself; a hook, or an adapter in a Linear's place, it must not pass by."""
+    mixer, x, calls = made(cls, D, 8).double(), normal(2, 5, D), []
+    y, _ = steps(mixer, x)
+    mixer.gate_proj.register_forward_hook(lambda *given: calls.append(given))
+    torch.testing.assert_close(steps(mixer, x)[0], y, **EXACT)
+    assert len(calls) == 5
+    mixer.out_proj = torch.nn.Sequential(mixer.out_proj)
+    torch.testing.assert_close(steps(mixer, x)[0], y, **EXACT)
+
+
 # -- S4 ---------------------------------------------------------------------------------------------------------------
 
 
@@ -394,6 +406,7 @@ def test_training_in_bfloat16_keeps_to_float32(cls):
         (S4, dict(n_ssm=5), "n_ssm must divide d_model=24, got 5"),
         (S4D, dict(n_ssm=0), "n_ssm must divide d_model=24, got 0"),
         (S4, dict(impl="cuda"), "auto, reference, torch, fused, got 'cuda'"),
+        (S4D, dict(decode="torch"), "auto, reference, fused, got 'torch'"),
     ],
 )
 def test_what_cannot_be_is_refused(cls, keys, words):
