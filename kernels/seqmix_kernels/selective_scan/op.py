@@ -74,7 +74,7 @@ def selective_scan(
         if torch.compiler.is_compiling() or not _ordinary(tensors):
             return torch.ops.seqmix.selective_scan_fwd(*tensors, *settings)[:2]
         direct = _backend(name).forward
-        return (_Scan.apply(direct, settings, *tensors) if save else direct(*tensors, *settings[:-1]))[:2]
+        return (_apply(direct, settings, *tensors) if save else direct(*tensors, *settings[:-1]))[:2]
     args = (x, dt, A, B, C, D, z, dt_bias, dt_softplus, discretization, initial_state, seq_idx)
     with torch.autocast(device, enabled=False):
         if name == "sequential":
@@ -221,8 +221,8 @@ class _Scan(torch.autograd.Function):
         x, D, z, dt_bias, initial_state = saved[0], *saved[5:9]
         if dy is None:
             dy = x.new_zeros(1, 1, 1).expand(x.shape)
-        # a graph of the backward is wanted only to refuse it
-        if ctx.direct and not torch.is_grad_enabled() and _ordinary((dy, dfinal, *saved)):
+        # a graph of the backward is wanted only to refuse it; what was saved is as it was, but for a hook of another class
+        if ctx.direct and not torch.is_grad_enabled() and _ordinary((dy, dfinal)) and _TYPES.issuperset(map(type, saved)):
             made = _backend(ctx.backend).backward(dy, dfinal, *saved, *ctx.settings)
         else:
             made = torch.ops.seqmix.selective_scan_bwd(dy, dfinal, *saved, *ctx.settings, ctx.backend)
@@ -266,8 +266,8 @@ def _backward_with_gradient(*inputs):
 # ---- past the dispatcher -------------------------------------------------------------------------------------------
 
 
-# An op in Python crosses the dispatcher four times in a forward and backward, more than half of what the host does for
-# them. Where the dispatcher has nothing to do but autograd and the kernel, they are called at once.
+# An op in Python crosses the dispatcher four times in a forward and backward. Where the dispatcher has nothing to do but
+# autograd and the kernel, they are called at once.
 def _keys(*names: str) -> int:
     """A set of dispatch keys, as a number."""
     made = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, names[0]))
@@ -283,7 +283,8 @@ _DENSE = frozenset(
     for device in ("CPU", "CUDA")
     for some in ((device, f"Autocast{device}", f"Autograd{device}", "ADInplaceOrView"), (device, f"Autocast{device}"))
 )
-_TYPES = (Tensor, torch.nn.Parameter)
+_TYPES = frozenset((Tensor, torch.nn.Parameter, type(None)))
+_apply = super(torch.autograd.Function, _Scan).apply  # less the search for functorch's wrappers: there are none
 
 
 def _ordinary(tensors) -> bool:
@@ -291,8 +292,10 @@ def _ordinary(tensors) -> bool:
     dispatch key), no torch function's mode or class."""
     if torch._C._dispatch_tls_local_include_set().raw_repr() not in _EAGER or torch._C._len_torch_function_stack():
         return False
+    if not _TYPES.issuperset(map(type, tensors)):
+        return False
     keys = torch._C._dispatch_keys
-    return all([t is None or (type(t) in _TYPES and keys(t).raw_repr() in _DENSE) for t in tensors])
+    return all([t is None or keys(t).raw_repr() in _DENSE for t in tensors])
 
 
 # ---- contract ------------------------------------------------------------------------------------------------------
