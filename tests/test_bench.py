@@ -177,6 +177,9 @@ def test_the_report_has_every_cell_and_says_what_has_no_number():
     assert "| a | 50.0 | 80.0 |" in text, "without a graph, eagerly"
     assert "context b tiny, length 1,000, batch 1: oom, OutOfMemoryError: 1 < 2" in text
     assert "card <1>" in text and text.count("`typed`") == 1 and "2026-11-30" in text
+    assert "- a, attention: cudnn (fastest) [context, length 100, 1,000; decode, batch 1]" in results.markdown(
+        [row | {"kernels": {"attention": "cudnn (fastest)"}} for row in (*ROWS[:2], ROWS[0] | {"part": "decode"})], []
+    )
 
 
 def test_figures_draw_every_point_and_a_cross_for_what_ran_out_of_memory():
@@ -213,6 +216,7 @@ def test_a_small_grid_is_measured_drawn_and_drawn_again(tmp_path, capsys):
     shown = capsys.readouterr().out
     rows = results.read(tmp_path / "points.jsonl")
     assert len(rows) == 10 and all(row["status"] == "ok" for row in rows)
+    assert all("selective_scan" in row["kernels"] for row in rows if row["model"] == "mamba")
     assert "State of one row:" in shown and "rnn leads mamba" in shown
     pictures = sorted(path.name for path in tmp_path.glob("*.svg"))
     assert pictures == sorted(f"{m.name}.svg" for m in results.MEASURES if m.part != "decode")

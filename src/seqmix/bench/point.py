@@ -84,18 +84,9 @@ def numbers(point: Point) -> dict:
         facts |= costs.decoding_cost(model, tokens, point.batch, **settings)
     else:
         facts |= costs.largest_batch(model, tokens, int(config["limit_gib"] * 2**30), autocast=autocast)
-    return facts | {"kernels": kernels_used(model, batch, point.length, autocast, training)}
-
-
-def kernels_used(model: nn.Module, batch: int, length: int, autocast: torch.dtype | None, training: bool) -> dict[str, str]:
-    """What computed a prompt or a step's sequences, of the parts of the model that choose, and why."""
-    device = next(model.parameters()).device.type
-    used = {}
-    with torch.autocast(device, autocast or torch.bfloat16, autocast is not None), torch.set_grad_enabled(training):
-        for part in model.modules():
-            if hasattr(part, "kernels_used"):
-                used |= part.kernels_used(batch, length)
-    return used
+    enabled = autocast is not None
+    with torch.autocast(device.type, autocast or torch.bfloat16, enabled), torch.set_grad_enabled(training):
+        return facts | {"kernels": model.kernels_used(batch, point.length)}
 
 
 def _sizes(model: nn.Module) -> dict[str, int]:

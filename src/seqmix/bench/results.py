@@ -187,6 +187,7 @@ def markdown(rows: Sequence[Row], figures: Sequence[str]) -> str:
     if without:
         lines += ["## Cells without a number", ""]
         lines += [f"- {_cell_name(row)}: {row['status']}, {row.get('error', '')}" for row in without] + [""]
+    lines += _kernels_used(rows)
     eager = sorted({(row["model"], row["no_graph"]) for row in rows if row.get("no_graph")})
     if eager:
         lines += ["## Decoded eagerly alone", ""] + [f"- {model}: {reason}" for model, reason in eager] + [""]
@@ -210,6 +211,9 @@ def conditions(rows: Sequence[Row]) -> str:
         parts.append(f"SM clock {clocks[0]:.0f} to {clocks[-1]:.0f} MHz")
     if watts:
         parts.append(f"{watts[0]:.0f} to {watts[-1]:.0f} W while timed")
+    spent = [row["process_seconds"] for row in rows if "process_seconds" in row]
+    if spent:
+        parts.append(f"{len(spent)} points, whose processes took {sum(spent):.0f} s")
     return "; ".join(parts) + ". Medians; a process a point; warm-up and first call not among the timed ones."
 
 
@@ -232,7 +236,9 @@ def _about(part: str, rows: Sequence[Row]) -> list[str]:
     sizes = {row["model"]: row["params"] for row in done if "params" in row}
     of = ", ".join(f"{model} {n / 1e6:.4g} M" for model, n in sizes.items())
     text = {
-        "training": "A step is forward and loss, backward, AdamW; the tokens of a step are the same at every length.",
+        "training": "A step is forward and loss, backward, AdamW; the tokens of a step are the same at every length. "
+        "MFU: FLOPs of the products with weights and of all of attention's scores, also those that a causal kernel skips, but of "
+        "no scan and no FFT, over the data sheet's dense peak.",
         "context": "The prompt's logits are computed for its last token alone. A token: taken in, the likeliest drawn.",
         "decode": f"After a prompt of {rows[0]['length']:,} tokens.",
     }[part]
@@ -272,6 +278,7 @@ def _capacity(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         if row["status"] == "ok":
             tried = "" if row["rows_tried"] is None else f"{row['rows_tried']:,}"
+            tried += " and more" if row["rows_tried"] == row.get("rows_most", 0) else ""
             size = f"{row['limit_bytes'] / 2**30:.4g} | {show(row['state_bytes'] / 2**20)}"
             lines.append(f"| {row['model']} | {row['length']:,} | {size} | {row['rows_counted']:,} | {tried} |")
         else:
@@ -285,21 +292,42 @@ def _kernels(rows: Sequence[Row]) -> list[str]:
     lines = [
         "## Kernels", "",
         "A floor is the least time that what must be moved, multiplied or exponentiated needs on this card; % of it: the "
-        "largest of the three over the time. fwd+bwd is through autograd.", "",
-        "| op | implementation | shape | fwd ms | fwd+bwd ms | fwd MiB | fwd+bwd MiB | floor fwd ms | % of floor | error |",
-        "|---|---|---|---:|---:|---:|---:|---:|---:|---:|",
+        "largest of the three over the time. fwd+bwd is through autograd. launched: as a CUDA graph, so without the host's "
+        "time, or eagerly, where no graph could be made.", "",
+        "| op | implementation | shape | fwd ms | fwd+bwd ms | launched | fwd MiB | fwd+bwd MiB | floor fwd ms | % of floor "
+        "fwd | fwd+bwd | error |",
+        "|---|---|---|---:|---:|---|---:|---:|---:|---:|---:|---:|",
     ]  # fmt: skip
     for row in rows:
         name = f"| {row['model']} | {row['size']} | {row.get('shape', '')} | "
         if row["status"] != "ok":
-            lines.append(name + f"{row['status']} | | | | | | |")
+            lines.append(name + f"{row['status']} | | | | | | | | |")
             continue
-        floor, percent = row.get("floor_ms"), row.get("percent_of_floor")
+        floor = row.get("floor_ms")
         keys = ("forward_ms", "both_ms", "forward_mib", "both_mib")
         cells = [show(row[key]) if row.get(key) is not None else "" for key in keys]
-        cells += ["" if floor is None else f"{show(floor)} ({row['floor_of']})", "" if percent is None else f"{percent:.0f}"]
+        launched = (row[key] for key in ("forward_launched", "both_launched") if key in row)
+        cells.insert(2, ", ".join(dict.fromkeys(launched)))
+        cells.append("" if floor is None else f"{show(floor)} ({row['floor_of']})")
+        percents = (row.get(f"{prefix}percent_of_floor") for prefix in ("", "both_"))
+        cells += ["" if percent is None else f"{percent:.0f}" for percent in percents]
         lines.append(name + " | ".join([*cells, f"{row['check_error']:.0e}"]) + " |")
     return [*lines, ""]
+
+
+def _kernels_used(rows: Sequence[Row]) -> list[str]:
+    """Which implementation ran where one was chosen, and why: a line a model, operator and reason."""
+    found: dict[tuple, dict[str, list[str]]] = {}
+    for row in rows:
+        axis = _axis(row["part"])
+        for op, why in (row.get("kernels") or {}).items():
+            places = found.setdefault((row["model"], op, why), {}).setdefault(f"{row['part']}, {axis}", [])
+            places.append(f"{row[axis]:,}")
+    lines = []
+    for (model, op, why), parts in found.items():
+        where = "; ".join(f"{part} {', '.join(dict.fromkeys(places))}" for part, places in parts.items())
+        lines.append(f"- {model}, {op}: {why} [{where}]")
+    return ["## What was chosen", "", *lines, ""] if lines else []
 
 
 def _cell_name(row: Row) -> str:
