@@ -17,6 +17,8 @@ CASES = [  # B, E, n, M, parts, P?, dtype, method
     ("s4 130m, many rows", 64, 768, 1, 32, 2, True, torch.bfloat16, "bilinear"),
     ("s4d 130m", 1, 768, 768, 32, 2, False, torch.bfloat16, "zoh"),
     ("s4d 130m, many rows", 64, 768, 768, 32, 2, False, torch.bfloat16, "zoh"),
+    ("s4d 130m, very many rows", 300, 768, 768, 32, 2, False, torch.bfloat16, "zoh"),
+    ("s4, weights in float32", 32, 768, 1, 32, 2, True, torch.float16, "bilinear"),
     ("odd, many states", 40, 45, 3, 127, 2, True, torch.float32, "bilinear"),
     ("odd, real", 40, 45, 3, 250, 1, False, torch.float16, "zoh"),
     ("odd, bilinear", 4, 45, 3, 3, 2, False, torch.float32, "bilinear"),
@@ -28,7 +30,7 @@ def main(arch):
     for name, batch, width, sets, modes, parts, low_rank, dtype, method in CASES:
         A, P, C = torch.zeros(sets, modes), torch.zeros(sets, modes, 2) if low_rank else None, torch.zeros(width, modes, parts)
         u, x, D = torch.zeros(batch, width, dtype=dtype), torch.zeros(batch, width, modes, parts), torch.zeros(width)
-        W, b = torch.zeros(width, width, dtype=dtype), torch.zeros(width)
+        W, b = torch.zeros(width, width, dtype=torch.float32 if "float32" in name else dtype), torch.zeros(width)
 
         def call(given=(u, x, D, A, A if parts == 2 else None, P, P, C, D, method, "gelu", dtype), gated=(u, W, b, W, b)):
             fused.step(*given)

@@ -21,7 +21,8 @@ CASES = [  # B, E, n, M, kind, dtype
     (4, 5, 1, 3, "real bilinear", "float16"),
 ]
 STEPS = 12
-GATED = [(1, 30, 30, "float32"), (3, 40, 7, "float16"), (6, 33, 50, "float32"), (2, 1100, 5, "float32")]  # B, E, O
+GATED = [(1, 30, 30, "float32"), (3, 40, 7, "float16"), (6, 33, 50, "float32"), (2, 1100, 5, "float32"),
+         (6, 150, 20, "float16"), (33, 33, 50, "float16"), (65, 16, 3, "float16")]  # B, E, O  # fmt: skip
 
 
 def make(batch, width, sets, modes, kind):

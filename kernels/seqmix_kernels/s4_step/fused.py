@@ -23,7 +23,7 @@ from ..selective_scan.triton_kernels import sigmoid
 
 MOST_STATES = 256
 TILE, WARPS = 128, 2  # modes of a program; more than it has threads, so that no state is read twice and written in between
-FEW = 4  # rows for which the projections are made here; more are left to the library, which reads a weight once for all
+FEW, SOME = 4, 64  # rows for which a program adds up the projections by itself; by tensor cores. With more: the library
 OUTPUTS, COLUMNS = 4, 1024  # of a program with the projections: rows of the weights, and how much of them at once
 BLOCK = 1024  # numbers of a program that only gates
 
@@ -192,6 +192,36 @@ def gated_kernel(
         tl.store(out_ptr + i * O + o, (outs[i] * sigmoid(gates[i])).to(low), mask=om)
 
 
+@triton.jit(do_not_specialize=["batch"])
+def gated_rows_kernel(
+    y_ptr, gate_ptr, gb_ptr, w_ptr, wb_ptr, out_ptr, batch, O, E: tl.constexpr, ROWS: tl.constexpr, BO: tl.constexpr,
+    BE: tl.constexpr, HAS_GB: tl.constexpr, HAS_B: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BO outputs of ROWS rows, by tensor cores."""
+    o = tl.program_id(0) * BO + tl.arange(0, BO)
+    b = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    om, bm = o < O, b < batch
+    low = out_ptr.dtype.element_ty
+    rows = o.to(tl.int64)[None, :] * E
+    gate, out = tl.zeros([ROWS, BO], tl.float32), tl.zeros([ROWS, BO], tl.float32)
+    if HAS_GB:
+        gate += tl.load(gb_ptr + o, mask=om, other=0.0).to(low).to(tl.float32)[None, :]
+    if HAS_B:
+        out += tl.load(wb_ptr + o, mask=om, other=0.0).to(low).to(tl.float32)[None, :]
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    for c0 in tl.range(0, E, BE):
+        c = c0 + tl.arange(0, BE)
+        wm = (c < E)[:, None] & om[None, :]
+        y = tl.load(y_ptr + b[:, None] * E + c[None, :], mask=bm[:, None] & (c < E)[None, :], other=0.0)
+        g = tl.load(gate_ptr + rows + c[:, None], mask=wm, other=0.0)
+        w = tl.load(w_ptr + rows + c[:, None], mask=wm, other=0.0)
+        gate = tl.dot(y, g.to(low), gate)
+        out = tl.dot(y, w.to(low), out)
+    tl.store(out_ptr + b[:, None] * O + o[None, :], (out * sigmoid(gate)).to(low), mask=bm[:, None] & om[None, :])
+
+
 @triton.jit(do_not_specialize=["n"])
 def gate_kernel(value_ptr, gate_ptr, out_ptr, n, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -229,7 +259,7 @@ def step(
         return y, new
     u, log_dt, log_decay, C, D = u if u.stride(-1) == 1 else u.contiguous(), *map(_whole, (log_dt, log_decay, C, D))
     if rows is None:
-        rows = 1 if batch < 4 else 4 if batch < 32 else 8
+        rows = 1 if batch < 4 else 4 if batch < 128 else 8
     padded = triton.next_power_of_2(modes)
     channels = max(1, TILE // padded)
     early = programmatic(u.device)
@@ -253,19 +283,24 @@ def gated(y, gate_proj, gate_bias, out_proj, out_bias) -> Tensor:
     out = y.new_empty(batch, outputs)
     if not out.numel():
         return out
-    if batch > FEW:
+    some = FEW < batch <= SOME and y.dtype != torch.float32  # whose products are no tensor core's
+    if batch > FEW and not some:
         value, gate = linear(y, out_proj, out_bias), linear(y, gate_proj, gate_bias)
         n = out.numel()
         launch(gate_kernel, (triton.cdiv(n, BLOCK),), (value, gate, out, n), {"BLOCK": BLOCK}, {"num_warps": 4})
         return out
+    given = y.contiguous(), gate_proj.contiguous(), _or(gate_bias, y), out_proj.contiguous(), _or(out_bias, y), out
     early = programmatic(y.device)
-    launch(
-        gated_kernel, (triton.cdiv(outputs, OUTPUTS),),
-        (y.contiguous(), gate_proj.contiguous(), _or(gate_bias, y), out_proj.contiguous(), _or(out_bias, y), out, outputs),
-        dict(E=width, ROWS=batch, BO=OUTPUTS, BE=min(COLUMNS, triton.next_power_of_2(width)), HAS_GB=gate_bias is not None,
-             HAS_B=out_bias is not None, PDL=early),
-        {"num_warps": 4} | ({"launch_pdl": True} if early else {}),
-    )  # fmt: skip
+    constants = {"HAS_GB": gate_bias is not None, "HAS_B": out_bias is not None, "PDL": early}
+    options = {"num_warps": 4} | ({"launch_pdl": True} if early else {})
+    if some:
+        rows = 16 if batch <= 16 else 32
+        tile = dict(E=width, ROWS=rows, BO=16, BE=128)
+        grid = triton.cdiv(outputs, 16), triton.cdiv(batch, rows)
+        launch(gated_rows_kernel, grid, (*given, batch, outputs), tile | constants, options | {"num_stages": 4})
+    else:
+        tile = dict(E=width, ROWS=batch, BO=OUTPUTS, BE=min(COLUMNS, triton.next_power_of_2(width)))
+        launch(gated_kernel, (triton.cdiv(outputs, OUTPUTS),), (*given, outputs), tile | constants, options)
     return out
 
 
