@@ -369,6 +369,11 @@ def host(shape=(1, 64, 64), count=200):
         def backward(ctx, *_):
             return ctx.saved_tensors
 
+    def one_thread():
+        """Not in autograd's thread for the device, whose waking, and whose cold caches, it leaves out."""
+        with torch.autograd.set_multithreading_enabled(False):
+            return both()
+
     parts = {
         "forward": forward,
         "forward + backward": both,
@@ -376,6 +381,7 @@ def host(shape=(1, 64, 64), count=200):
         "fused.forward": lambda: fused.forward(*args, *settings),
         "fused.backward": lambda: fused.backward(dy, None, *args, None, y, *saved, *settings[1:]),
         "autograd alone": lambda: torch.autograd.grad(Nothing.apply(*leaves)[0], given, dy),
+        "both in one thread": one_thread,
         "new_empty": lambda: y.new_empty(2, 64, 64),
     }
     for name, call in parts.items():

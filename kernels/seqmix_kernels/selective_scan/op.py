@@ -123,7 +123,19 @@ def _fused_why_not(x: Tensor) -> str | None:
     return fused.why_not(x, x, x.new_empty(0, 1), x, x)
 
 
+_choices: dict = {}  # on a GPU an answer holds as long as the process lives; asking the driver is 10 us a call
+
+
 def _choose(x: Tensor, impl: str) -> str:
+    if not x.is_cuda or torch.compiler.is_compiling():
+        return _chosen(x, impl)
+    key = impl, x.dtype, x.device
+    if key not in _choices:
+        _choices[key] = _chosen(x, impl)
+    return _choices[key]
+
+
+def _chosen(x: Tensor, impl: str) -> str:
     if impl == "auto":
         name, reason = which_impl(x)
         if not torch.compiler.is_compiling():
