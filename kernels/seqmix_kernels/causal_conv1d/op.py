@@ -6,6 +6,7 @@ import logging
 import torch
 from torch import Tensor
 
+from .. import autograd
 from . import cpu
 from .reference import reference
 
@@ -158,13 +159,13 @@ def _fake_backward(dy, dfinal, x, weight, bias, initial_state, seq_idx, silu, ba
     return x.new_empty(x.shape), weight.new_empty(weight.shape), like(bias), like(initial_state)
 
 
-# Under the Autograd key by hand: torch.library.register_autograd does the same in 150 us more a call, more than the kernels
-# of a small step take
+_below_autograd = autograd.below(torch.ops.seqmix.causal_conv1d_fwd)
+
+
 class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *inputs):
-        with torch._C._AutoDispatchBelowAutograd():
-            output = torch.ops.seqmix.causal_conv1d_fwd(*inputs)
+        output = _below_autograd(*inputs)
         *tensors, ctx.silu, ctx.backend = inputs
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
@@ -181,35 +182,10 @@ class _Convolution(torch.autograd.Function):
         return dx, dweight, *optional, None, None, None
 
 
-class _Once(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *inputs):
-        with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.seqmix.causal_conv1d_bwd(*inputs)
-
-    @staticmethod
-    def backward(ctx, *_):
-        raise NotImplementedError('the compiled convolution has no second derivative; impl="reference" has one')
-
-
-def _needs_gradient(inputs: tuple) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs)
-
-
-@torch.library.impl("seqmix::causal_conv1d_fwd", "Autograd")
-def _with_gradient(*inputs):
-    if _needs_gradient(inputs):
-        return _Convolution.apply(*inputs)
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.seqmix.causal_conv1d_fwd(*inputs)
-
-
-@torch.library.impl("seqmix::causal_conv1d_bwd", "Autograd")
-def _backward_with_gradient(*inputs):
-    if _needs_gradient(inputs):
-        return _Once.apply(*inputs)
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.seqmix.causal_conv1d_bwd(*inputs)
+autograd.register(
+    "causal_conv1d", _Convolution.apply, autograd.needs_gradient,
+    'the compiled convolution has no second derivative; impl="reference" has one',
+)  # fmt: skip
 
 
 # ---- contract -------------------------------------------------------------------------------------------------------

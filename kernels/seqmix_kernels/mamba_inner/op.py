@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from .. import autograd
 from ..causal_conv1d.op import which_impl as which_convolution
 from ..causal_conv1d.op import why_not as convolution_why_not
 from ..selective_scan.op import which_impl, why_not
@@ -192,12 +193,13 @@ def _fake_backward(dout, dconv_final, dssm_final, *args):
     return tuple(dout.new_empty(0) if t is None else t.new_empty(t.shape) for t in given[:-1])
 
 
-# Under the Autograd key by hand: torch.library.register_autograd does the same in 150 us more a call
+_below_autograd = autograd.below(torch.ops.seqmix.mamba_inner_fwd)
+
+
 class _Inner(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *inputs):
-        with torch._C._AutoDispatchBelowAutograd():
-            output = torch.ops.seqmix.mamba_inner_fwd(*inputs)
+        output = _below_autograd(*inputs)
         *given, ctx.discretization, ctx.level, _, ctx.backend = inputs
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[3:])
@@ -216,31 +218,10 @@ class _Inner(torch.autograd.Function):
         return *grads, *(None,) * 5  # seq_idx and the four settings
 
 
-class _Once(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *inputs):
-        with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.seqmix.mamba_inner_bwd(*inputs)
-
-    @staticmethod
-    def backward(ctx, *_):
-        raise NotImplementedError('the Mamba node has no second derivative; scan="sequential" has one')
-
-
-@torch.library.impl("seqmix::mamba_inner_fwd", "Autograd")
-def _with_gradient(*inputs):
-    if torch.is_grad_enabled() and inputs[-2]:  # save
-        return _Inner.apply(*inputs)
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.seqmix.mamba_inner_fwd(*inputs)
-
-
-@torch.library.impl("seqmix::mamba_inner_bwd", "Autograd")
-def _backward_with_gradient(*inputs):
-    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
-        return _Once.apply(*inputs)
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.seqmix.mamba_inner_bwd(*inputs)
+autograd.register(
+    "mamba_inner", _Inner.apply, lambda inputs: inputs[-2],  # save
+    'the Mamba node has no second derivative; scan="sequential" has one',
+)  # fmt: skip
 
 
 # ---- contract -------------------------------------------------------------------------------------------------------
