@@ -311,12 +311,13 @@ REPEATED = [(2, 100, 128, 16), (1, 96, 64, 16, 1, torch.float32, ("D", "z", "dt_
 def test_repeated_launches_give_the_same_bits(scan, case, partials, monkeypatch):
     """From the third call of a kind on, the second's launches are repeated (replay.py): on other tensors, another stream."""
     from seqmix_kernels import replay
-    from seqmix_kernels.selective_scan import selective_scan
+    from seqmix_kernels.selective_scan import op, selective_scan
 
     bench, fused = scan
     monkeypatch.setattr(fused, "PARTIALS", partials)
     without = (*(case[6] if len(case) > 6 else ()), "initial_state")
     inputs = [bench.inputs(*[*case, 1, torch.bfloat16][:6], without=without, seed=seed) for seed in range(3)]
+    assert op._ordinary(inputs[0]), "eager tensors on a GPU need no dispatcher"
 
     def run(args):
         leaves = [None if t is None else t.detach().requires_grad_() for t in args]
