@@ -356,6 +356,8 @@ def test_nothing_gives_gradients_of_zeros(name, shape):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
 def test_runs_on_tensors_without_numbers(name, device):
     """FakeTensorMode: what a model would need, without running it."""
+    if device == "cuda" and name in ("lstm", "rnn"):
+        pytest.skip("there torch's recurrent layers ask their weights for addresses")
     parts = instantiate(CONFIGS[name].model), instantiate(CONFIGS[name].channel_mixer)
     with FakeTensorMode(), torch.device(device):
         model, tokens = SequenceModel(V, 32, 2, *parts), torch.zeros(2, 9, dtype=torch.int64)
