@@ -76,8 +76,6 @@ def behave(at, known, answer):
         os.kill(os.getpid(), getattr(signal, at.model))
     if at.model == "slow":
         time.sleep(60)
-    if at.model == "some":
-        time.sleep(0.8)
     answer.send(({"status": "ok", "pid": os.getpid(), "known": sorted(known)}, {at.model: 1}))
 
 
@@ -115,10 +113,24 @@ def test_a_point_that_the_time_limit_ends_is_not_called_slow():
     assert "not done in the 2 s" in rows[1]["error"] and "not begun in the 2 s" in rows[2]["error"]
 
 
+def taking(seconds):
+    """A clock that is looked at before the first point, and then before and after each."""
+    times = itertools.accumulate(itertools.chain.from_iterable((0.0, took) for took in seconds))
+    return itertools.chain([0.0], times).__next__
+
+
 def test_after_a_dear_point_the_longer_ones_of_its_curve_come_last():
-    asked = [point("a", 10), point("some", 10), point("some", 100), point("some", 1000), point("a", 100)]
-    came = [(at.model, at.length) for at, _ in pool.run(asked, patience=2.0, serve=behave)]
-    assert came == [("a", 10), ("some", 10), ("a", 100), ("some", 100), ("some", 1000)]
+    asked = [point("a", 10), point("b", 10), point("b", 20), point("b", 40), point("a", 100)]
+    rows = pool.run(asked, patience=60, serve=behave, clock=taking([1, 25, 1, 35, 1]))
+    came = [(at.model, at.length, row["status"]) for at, row in rows]
+    assert came == [("a", 10, "ok"), ("b", 10, "ok"), ("a", 100, "ok"), ("b", 20, "ok"), ("b", 40, "ok")]
+
+
+def test_after_half_of_the_patience_what_is_four_times_as_long_is_not_begun():
+    asked = [point("b", 10), point("b", 40), point("a", 40)]
+    rows = [*pool.run(asked, patience=60, serve=behave, clock=taking([31, 1]))]
+    assert [(at.model, row["status"]) for at, row in rows] == [("b", "ok"), ("a", "ok"), ("b", "slow")]
+    assert "at length 10 it took 31 s, and 60 s are" in rows[-1][1]["error"] and "process_seconds" not in rows[-1][1]
 
 
 def test_what_processes_share_is_there_and_no_gpu_is_touched_for_it():

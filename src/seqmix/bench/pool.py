@@ -18,6 +18,8 @@ from seqmix.bench.grid import Point
 
 PRELOADED = ["seqmix.bench.preload"]
 DEAR = 1 / 3  # of the patience: after a point that took longer, the longer ones of its curve wait for all others
+HOPELESS = 1 / 2  # of the patience: after a point that took longer, those of FAR times its length are not begun
+FAR = 4
 
 
 def start() -> None:
@@ -35,19 +37,28 @@ def run(
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[tuple[Point, dict]]:
     """(point, its row) one by one, in the order given, but those that will be DEAR last. patience: seconds for one point; after
-    that it is ended, its status is `slow`, and longer ones of its curve are not begun. time_limit: seconds from the first call;
-    after them none is begun, and what runs is ended: both are `not run`."""
+    that it is ended, its status is `slow`, and longer ones of its curve are not begun, nor what is HOPELESS. time_limit: of all
+    points; after it none is begun, and what runs is ended: both are `not run`."""
     start()
     context = multiprocessing.get_context("forkserver")
+    first = context.Process(target=_nothing, daemon=True)  # that the server is ready is no point's time
+    first.start()
+    first.join()
     began = clock()
     slow: dict[tuple, int] = {}
-    dear: dict[tuple, int] = {}
+    dear: dict[tuple, tuple[int, float]] = {}  # length, seconds
     known: dict = {}
 
     def row_of(point: Point) -> dict:
         at = slow.get(point.curve)
         if at is not None and point.length > at:
-            return {"status": "slow", "error": f"not begun: at length {at} it took over {patience:g} s"}
+            return {"status": "slow", "error": f"not begun: at length {at:,} it took over {patience:g} s"}
+        at, took = dear.get(point.curve, (math.inf, 0.0))
+        if took > HOPELESS * patience and point.length >= FAR * at:
+            return {
+                "status": "slow",
+                "error": f"not begun: at length {at:,} it took {took:.3g} s, and {patience:g} s are the most",
+            }
         left = math.inf if time_limit is None else time_limit - (clock() - began)
         if left <= 0:
             return {"status": "not run", "error": f"not begun in the {time_limit:g} s of the whole"}
@@ -58,18 +69,22 @@ def run(
             return row | {"status": "not run", "error": f"not done in the {time_limit:g} s of the whole"}
         if row["status"] == "slow":
             slow[point.curve] = point.length
-        elif clock() - started > DEAR * patience:
-            dear[point.curve] = point.length
+        elif (took := clock() - started) > DEAR * patience:
+            dear[point.curve] = point.length, took
         return row
 
     waiting = []
     for point in points:
-        if point.length > dear.get(point.curve, math.inf):
+        if point.length > dear.get(point.curve, (math.inf, 0.0))[0]:
             waiting.append(point)
         else:
             yield point, row_of(point)
     for point in waiting:
         yield point, row_of(point)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _one(context, point: Point, known: Mapping, patience: float, serve: Callable) -> tuple[dict, dict]:

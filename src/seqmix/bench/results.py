@@ -237,7 +237,7 @@ def _about(part: str, rows: Sequence[Row]) -> list[str]:
     of = ", ".join(f"{model} {n / 1e6:.4g} M" for model, n in sizes.items())
     text = {
         "training": "A step is forward and loss, backward, AdamW; the tokens of a step are the same at every length. "
-        "MFU: FLOPs of the products with weights and of all of attention's scores, also those that a causal kernel skips, but of "
+        "MFU: FLOPs of the products with weights and of all of attention's scores, also what causal kernels skip, but of "
         "no scan and no FFT, over the data sheet's dense peak.",
         "context": "The prompt's logits are computed for its last token alone. A token: taken in, the likeliest drawn.",
         "decode": f"After a prompt of {rows[0]['length']:,} tokens.",
