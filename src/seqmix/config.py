@@ -95,8 +95,8 @@ def check(cfg: DictConfig) -> SequenceModel:
         raise ValueError(f"no value for {', '.join(missing)}")
     if str(cfg.trainer.precision) in ("16-true", "bf16-true", "16", "bf16"):
         raise ValueError(
-            f"trainer.precision={cfg.trainer.precision} would keep the parameters in 16 bit, which rounds decay rates "
-            "near 1 to 1; write bf16-mixed or 16-mixed"
+            f"trainer.precision={cfg.trainer.precision} would keep the weights in 16 bit, which loses an update below 1/512 of "
+            "a weight (in float16 1/4096); write bf16-mixed or 16-mixed"
         )
     if cfg.show not in (None, "batch"):
         raise ValueError(f"show must be null or batch, got {cfg.show!r}")
