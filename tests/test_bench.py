@@ -317,3 +317,15 @@ def test_floors_count_each_tensor_once():
 def test_the_models_of_the_grids_exist():
     for device in ("cpu", "gpu"):
         assert set(compose_bench([f"bench={device}"], CONF).models) <= set(names("model"))
+
+
+def test_a_backward_without_the_memory_leaves_the_forwards_numbers(monkeypatch):
+    def grad(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 60.00 GiB")
+
+    monkeypatch.setattr(torch.autograd, "grad", grad)
+    numbers = kernel_cost(small(cases("cpu", ["fft_conv"])[1]), torch.device("cpu"), seconds=0.01)
+    assert numbers["forward_ms"] > 0 and numbers["no_backward"] == "oom" and "both_ms" not in numbers
+    row = ROWS[0] | numbers | {"part": "kernels", "model": "fft_conv", "size": "torch"}
+    (line,) = [line for line in results.markdown([ROWS[0], row], []).splitlines() if line.startswith("| fft_conv")]
+    assert line.split(" | ")[4] == "oom", line

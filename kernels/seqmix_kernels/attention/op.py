@@ -148,7 +148,7 @@ def which_impl(case: Case) -> tuple[str, str]:
     On a GPU every candidate runs once against "math", forward and backward, and those that agree are timed, over 2^30 scores;
     one must be 5 % faster than those before it to be taken in their place. Where the case is small launches take the time,
     and a clock would choose by chance, another on every rank: the first of SMALL_ORDER that agrees is taken. Kept for the
-    life of the process.
+    life of the process; `tried_choices` hands it to another.
     """
     return _decide_as_constant(*case)
 

@@ -14,13 +14,14 @@ nothing but its inputs must read, write, multiply and exponentiate again.
 from __future__ import annotations
 
 import importlib.util
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from seqmix.costs import PEAK_FLOPS, WrongError
-from seqmix.measure import PeakMemory, Sensors, time_calls
+from seqmix.measure import PeakMemory, Sensors, synchronizer, time_calls
 
 L2_BYTES = 256 * 2**20  # zeroed before each call, so that inputs come from memory
 # HBM bytes a second of data sheets; special-function operations a second: 16 a clock, multiprocessors, boost clock
@@ -144,8 +145,15 @@ def kernel_cost(case: Case, device: torch.device, seconds: float) -> dict:
         timing = time_calls({"call": replay}, device, seconds=seconds / 2, before=scratch.zero_, between=sensors)
         return *timing.whole, mib, eager.first_ms, "graph"
 
+    wait = synchronizer(device)
+    wait()
+    started = time.perf_counter()
     with torch.no_grad():
-        got, want = op.check(tensors, run(*tensors))
+        y = run(*tensors)
+        wait()
+        first_ms = 1e3 * (time.perf_counter() - started)
+        got, want = op.check(tensors, y)
+    del y
     error = float((got.double() - want).norm() / want.norm())
     del got, want
     if not error <= TOLERANCE[dtype]:
@@ -158,23 +166,23 @@ def kernel_cost(case: Case, device: torch.device, seconds: float) -> dict:
 
     names = ("ms", "ms_iqr", "calls", "mib", "first_ms", "launched")
     numbers |= {f"forward_{name}": v for name, v in zip(names, timed(forward), strict=True)}
+    numbers["forward_first_ms"] = first_ms  # that of the check, before
     once, twice = op.work(case, dtype.itemsize)
     numbers |= floors(case, device, dtype, once, "forward_ms", numbers, "")
     if twice is not None:
         leaves = [t.detach().requires_grad_() if t.is_floating_point() else t for t in tensors]
-        dy = torch.randn_like(run(*leaves).detach())
-
         given = [t for t in leaves if t.requires_grad]
+        dy = None
 
         def both() -> None:
             torch.autograd.grad(run(*leaves), given, dy)
 
         try:
+            dy = torch.randn_like(run(*leaves).detach())
             numbers |= {f"both_{name}": v for name, v in zip(names, timed(both), strict=True)}
         except (NotImplementedError, RuntimeError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            numbers["no_backward"] = " ".join(str(error).split())[:200]
+            short = isinstance(error, torch.OutOfMemoryError)  # the forward's numbers stay
+            numbers["no_backward"] = "oom" if short else " ".join(str(error).split())[:200]
         else:
             numbers |= floors(case, device, dtype, twice, "both_ms", numbers, "both_")
     return numbers | sensors.summary()
@@ -184,13 +192,12 @@ def graph_of(call: Callable[[], object]) -> Callable[[], object] | None:
     """Replays `call` as a CUDA graph: the time of the GPU's work alone, however slowly the host launches it. None where the
     call waits for the device, does what cannot be captured, or has not the memory: a graph keeps all that it allocates."""
     torch.cuda.empty_cache()
-    side = torch.cuda.Stream()
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
     try:
+        with torch.cuda.stream(side):
+            call()
+        torch.cuda.current_stream().wait_stream(side)
         with torch.cuda.graph(graph):
             call()
     except RuntimeError:
@@ -198,7 +205,7 @@ def graph_of(call: Callable[[], object]) -> Callable[[], object] | None:
     return graph.replay
 
 
-def floors(case: Case, device: torch.device, dtype: torch.dtype, work: Work, time: str, numbers: dict, prefix: str) -> dict:
+def floors(case: Case, device: torch.device, dtype: torch.dtype, work: Work, key: str, numbers: dict, prefix: str) -> dict:
     """The largest floor, which it is, and its share of the time; nothing on a card not in the tables."""
     if device.type != "cuda":
         return {}
@@ -216,7 +223,7 @@ def floors(case: Case, device: torch.device, dtype: torch.dtype, work: Work, tim
         f"{prefix}floors_ms": found,
         f"{prefix}floor_ms": found[of],
         f"{prefix}floor_of": of,
-        f"{prefix}percent_of_floor": 100 * found[of] / numbers[time],
+        f"{prefix}percent_of_floor": 100 * found[of] / numbers[key],
     }
 
 

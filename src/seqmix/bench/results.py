@@ -306,6 +306,7 @@ def _kernels(rows: Sequence[Row]) -> list[str]:
         floor = row.get("floor_ms")
         keys = ("forward_ms", "both_ms", "forward_mib", "both_mib")
         cells = [show(row[key]) if row.get(key) is not None else "" for key in keys]
+        cells[1] = cells[1] or ("oom" if row.get("no_backward") == "oom" else "")
         launched = (row[key] for key in ("forward_launched", "both_launched") if key in row)
         cells.insert(2, ", ".join(dict.fromkeys(launched)))
         cells.append("" if floor is None else f"{show(floor)} ({row['floor_of']})")
