@@ -76,7 +76,8 @@ def behave(at, known, answer):
         os.kill(os.getpid(), getattr(signal, at.model))
     if at.model == "slow":
         time.sleep(60)
-    answer.send(({"status": "ok", "pid": os.getpid(), "known": sorted(known)}, {at.model: 1}))
+    call = {"step_ms": 1e3 * int(at.model[0])} if at.model.endswith(" s") else {}
+    answer.send(({"status": "ok", **call, "pid": os.getpid(), "known": sorted(known)}, {at.model: 1}))
 
 
 def test_each_point_has_a_process_and_what_ends_one_ends_that_one():
@@ -101,7 +102,7 @@ def test_a_slow_point_is_ended_and_longer_ones_of_its_curve_are_not_begun():
 
 def test_points_after_the_time_limit_are_recorded_as_not_run():
     clock = itertools.count(0, 10)
-    rows = [row for _, row in pool.run([point("a"), point("b"), point("c")], 60, 35, serve=behave, clock=lambda: next(clock))]
+    rows = [row for _, row in pool.run([point("a"), point("b"), point("c")], 60, 15, serve=behave, clock=lambda: next(clock))]
     assert [row["status"] for row in rows] == ["ok", "not run", "not run"]
     assert "not begun" in rows[1]["error"]
 
@@ -113,24 +114,17 @@ def test_a_point_that_the_time_limit_ends_is_not_called_slow():
     assert "not done in the 2 s" in rows[1]["error"] and "not begun in the 2 s" in rows[2]["error"]
 
 
-def taking(seconds):
-    """A clock that is looked at before the first point, and then before and after each."""
-    times = itertools.accumulate(itertools.chain.from_iterable((0.0, took) for took in seconds))
-    return itertools.chain([0.0], times).__next__
-
-
 def test_after_a_dear_point_the_longer_ones_of_its_curve_come_last():
-    asked = [point("a", 10), point("b", 10), point("b", 20), point("b", 40), point("a", 100)]
-    rows = pool.run(asked, patience=60, serve=behave, clock=taking([1, 25, 1, 35, 1]))
-    came = [(at.model, at.length, row["status"]) for at, row in rows]
-    assert came == [("a", 10, "ok"), ("b", 10, "ok"), ("a", 100, "ok"), ("b", 20, "ok"), ("b", 40, "ok")]
+    asked = [point("a", 10), point("4 s", 10), point("4 s", 20), point("4 s", 40), point("a", 100)]
+    came = [(at.model, at.length, row["status"]) for at, row in pool.run(asked, patience=30, serve=behave)]
+    assert came == [("a", 10, "ok"), ("4 s", 10, "ok"), ("a", 100, "ok"), ("4 s", 20, "ok"), ("4 s", 40, "ok")]
 
 
-def test_after_half_of_the_patience_what_is_four_times_as_long_is_not_begun():
-    asked = [point("b", 10), point("b", 40), point("a", 40)]
-    rows = [*pool.run(asked, patience=60, serve=behave, clock=taking([31, 1]))]
-    assert [(at.model, row["status"]) for at, row in rows] == [("b", "ok"), ("a", "ok"), ("b", "slow")]
-    assert "at length 10 it took 31 s, and 60 s are" in rows[-1][1]["error"] and "process_seconds" not in rows[-1][1]
+def test_after_a_call_of_a_fifth_of_the_patience_what_is_four_times_as_long_is_not_begun():
+    asked = [point("7 s", 10), point("7 s", 40), point("a", 40)]
+    rows = [*pool.run(asked, patience=30, serve=behave)]
+    assert [(at.model, row["status"]) for at, row in rows] == [("7 s", "ok"), ("a", "ok"), ("7 s", "slow")]
+    assert "at length 10 a call took 7 s, 30 s are" in rows[-1][1]["error"] and "process_seconds" not in rows[-1][1]
 
 
 def test_what_processes_share_is_there_and_no_gpu_is_touched_for_it():

@@ -17,8 +17,9 @@ from seqmix.bench import point as worker
 from seqmix.bench.grid import Point
 
 PRELOADED = ["seqmix.bench.preload"]
-DEAR = 1 / 3  # of the patience: after a point that took longer, the longer ones of its curve wait for all others
-HOPELESS = 1 / 2  # of the patience: after a point that took longer, those of FAR times its length are not begun
+# shares of the patience that a call, a step or a prompt, may take: it has to run twice, compiled before
+DEAR = 1 / 10  # after a point whose call took longer, the longer ones of its curve wait for all others
+HOPELESS = 1 / 5  # and where it took longer than this, those of FAR times its length are not begun
 FAR = 4
 
 
@@ -46,7 +47,7 @@ def run(
     first.join()
     began = clock()
     slow: dict[tuple, int] = {}
-    dear: dict[tuple, tuple[int, float]] = {}  # length, seconds
+    dear: dict[tuple, tuple[int, float]] = {}  # length, seconds of a call
     known: dict = {}
 
     def row_of(point: Point) -> dict:
@@ -57,19 +58,18 @@ def run(
         if took > HOPELESS * patience and point.length >= FAR * at:
             return {
                 "status": "slow",
-                "error": f"not begun: at length {at:,} it took {took:.3g} s, and {patience:g} s are the most",
+                "error": f"not begun: at length {at:,} a call took {took:.3g} s, {patience:g} s are for all",
             }
         left = math.inf if time_limit is None else time_limit - (clock() - began)
         if left <= 0:
             return {"status": "not run", "error": f"not begun in the {time_limit:g} s of the whole"}
-        started = clock()
         row, found = _one(context, point, known, min(patience, left), serve)
         known.update(found)
         if row["status"] == "slow" and left < patience:
             return row | {"status": "not run", "error": f"not done in the {time_limit:g} s of the whole"}
         if row["status"] == "slow":
             slow[point.curve] = point.length
-        elif (took := clock() - started) > DEAR * patience:
+        elif (took := _call_seconds(row)) > DEAR * patience:
             dear[point.curve] = point.length, took
         return row
 
@@ -81,6 +81,10 @@ def run(
             yield point, row_of(point)
     for point in waiting:
         yield point, row_of(point)
+
+
+def _call_seconds(row: Mapping) -> float:
+    return max(row.get("step_ms", 0.0), row.get("prefill_ms", 0.0)) / 1e3
 
 
 def _nothing() -> None:
