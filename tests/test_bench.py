@@ -223,6 +223,7 @@ def test_a_small_grid_is_measured_drawn_and_drawn_again(tmp_path, capsys):
     rows = results.read(tmp_path / "points.jsonl")
     assert len(rows) == 10 and all(row["status"] == "ok" for row in rows)
     assert all("selective_scan" in row["kernels"] for row in rows if row["model"] == "mamba")
+    assert not any("unknown" in row["kernels"] for row in rows)
     assert "State of one row:" in shown and "rnn leads mamba" in shown
     pictures = sorted(path.name for path in tmp_path.glob("*.svg"))
     assert pictures == sorted(f"{m.name}.svg" for m in results.MEASURES if m.part != "decode")

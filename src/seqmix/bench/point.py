@@ -84,9 +84,17 @@ def numbers(point: Point) -> dict:
         facts |= costs.decoding_cost(model, tokens, point.batch, **settings)
     else:
         facts |= costs.largest_batch(model, tokens, int(config["limit_gib"] * 2**30), autocast=autocast)
-    enabled = autocast is not None
-    with torch.autocast(device.type, autocast or torch.bfloat16, enabled), torch.set_grad_enabled(training):
-        return facts | {"kernels": model.kernels_used(batch, point.length)}
+    return facts | {"kernels": _kernels_used(model, batch, point.length, autocast, training)}
+
+
+def _kernels_used(model: nn.Module, batch: int, length: int, autocast: torch.dtype | None, training: bool) -> dict[str, str]:
+    """What computed each operator, and why. Whatever goes wrong with that is told, and costs no number."""
+    kind, enabled = next(model.parameters()).device.type, autocast is not None
+    try:
+        with torch.autocast(kind, autocast or torch.bfloat16, enabled), torch.set_grad_enabled(training):
+            return model.kernels_used(batch, length)
+    except Exception as error:
+        return {"unknown": _one_line(error)}
 
 
 def _sizes(model: nn.Module) -> dict[str, int]:
