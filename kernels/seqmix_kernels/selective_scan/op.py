@@ -6,6 +6,7 @@ import logging
 import torch
 from torch import Tensor
 
+from .. import autograd
 from . import cpu, family, reference
 
 log = logging.getLogger(__name__)
@@ -210,8 +211,9 @@ def _fake_backward(
     return like(x, x), like(dt, x), like(A, A), like(B, x), like(C, x), *parameters
 
 
-# Under the Autograd key by hand: torch.library.register_autograd does the same in 150 us more a call, a tenth of a step
-# of a small model
+_below_autograd = autograd.below(torch.ops.seqmix.selective_scan_fwd)
+
+
 class _Scan(torch.autograd.Function):
     """run: what computes the forward, the op below autograd or, where nothing would see the op, its backend at once."""
 
@@ -244,35 +246,12 @@ class _Scan(torch.autograd.Function):
         return None, None, *grads, *(None if given is None else grad for given, grad in optional), None
 
 
-class _Once(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *inputs):
-        with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.seqmix.selective_scan_bwd(*inputs)
-
-    @staticmethod
-    def backward(ctx, *_):
-        raise NotImplementedError('the compiled selective scan has no second derivative; impl="sequential" has one')
-
-
-@torch.library.impl("seqmix::selective_scan_fwd", "Autograd")
-def _with_gradient(*inputs):
-    if torch.is_grad_enabled() and inputs[-2]:  # save
-        return _Scan.apply(_below_autograd, inputs[10:], *inputs[:10])
-    return _below_autograd(*inputs)
-
-
-def _below_autograd(*inputs):
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.seqmix.selective_scan_fwd(*inputs)
-
-
-@torch.library.impl("seqmix::selective_scan_bwd", "Autograd")
-def _backward_with_gradient(*inputs):
-    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
-        return _Once.apply(*inputs)
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.seqmix.selective_scan_bwd(*inputs)
+autograd.register(
+    "selective_scan",
+    lambda *inputs: _Scan.apply(_below_autograd, inputs[10:], *inputs[:10]),  # settings, tensors
+    lambda inputs: inputs[-2],  # save
+    'the compiled selective scan has no second derivative; impl="sequential" has one',
+)
 
 
 # ---- past the dispatcher -------------------------------------------------------------------------------------------
