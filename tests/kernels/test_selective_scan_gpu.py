@@ -102,6 +102,15 @@ def test_zero_order_hold_near_and_far_from_zero(fine):
         assert torch.all((ours - wanted).abs() <= bound * wanted.abs() + 1e-37)
 
 
+def test_segments_fill_whole_waves(monkeypatch):
+    from seqmix_kernels.selective_scan import fused
+
+    monkeypatch.setattr(fused, "SMS", 132)
+    # 384 CTAs in 264 places; 256; 192, of which four times as many are three full waves; 1024, nearly four; too short
+    shapes = (8, 2048, 3072), (8, 4096, 2048), (4, 4096, 3072), (32, 2048, 2048), (8, 1024, 3072)
+    assert [fused.whole_waves(*shape) for shape in shapes] == [2, 1, 4, 1, 1]
+
+
 @pytest.mark.parametrize(("groups", "channels", "wide"), [(1, 5, 6), (3, 5, 8)])
 def test_padded_channels_change_nothing(groups, channels, wide):
     from seqmix_kernels.selective_scan import bench_gpu, fused, reference
