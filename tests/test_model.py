@@ -396,6 +396,8 @@ def logits_and_gradients(model, tokens, autocast=None):
         pytest.param("cuda", torch.float16, marks=on_gpu),
     ],
 )
+# torch packs no bfloat16 weights of an LSTM for cuDNN, and says so; it copies them at each call
+@pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk:UserWarning")
 @over_models
 def test_a_model_cast_to_16_bits_is_as_right_as_autocast(name, device, dtype):
     """Logits and every gradient, forward and decoding, with no autocast; what decays stays in float32."""

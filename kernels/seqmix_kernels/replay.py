@@ -43,7 +43,8 @@ def replay(function, tensors: tuple[Tensor | None, ...], settings: tuple) -> tup
     elif found is not False and not torch._C._len_torch_dispatch_stack() and not launch.watched():
         if found is not None:
             return found(given, pointers)
-        if len({id(t) for t in given}) == len(given):  # one tensor given twice: which of the two is launched with?
+        full = [id(t) for t in given if t.numel()]
+        if len(set(full)) == len(full):  # one tensor given twice: which of the two is launched with?
             outputs, _known[key] = _note(function, tensors, settings, given)
             return outputs
     return function(*tensors, *settings)

@@ -214,12 +214,13 @@ def _prompt(model: nn.Module, tokens: Tensor, autocast: torch.dtype | None, seco
     peak, sensors = PeakMemory(device), Sensors(device)
     with _precision(device, autocast):
         timing = time_calls({"prefill": prefill}, device, seconds=seconds, after_warmup=settle, between=sensors)
+        held = _requested(device) - before if on_gpu else 0  # in here: autocast drops its copies of the weights when it ends
     peaks = _peaks(peak)
     logits, state = kept
     if not bool(torch.isfinite(logits).all()):
         raise WrongError("the logits after the prompt are not finite")
     if on_gpu:  # the logits are there, too, in whatever storage they are a view of
-        held = _requested(device) - before - held_bytes(logits)
+        held -= held_bytes(logits)
     else:
         held = held_bytes(state)
     numbers = {

@@ -109,6 +109,21 @@ def test_one_tensor_given_twice_does_not_stand_for_two(kernel):
         call.go(a, b)
 
 
+def test_an_empty_tensor_may_stand_twice(kernel):
+    """As the scan's backward is given its gate, where there is nothing to keep for it."""
+
+    class Two(Call):
+        def __call__(self, a, b, c, d, scale):
+            return super().__call__(a, b, c, scale)
+
+    call, empty = Two(kernel), torch.empty(0)
+    for seed in range(4):
+        a, b = fresh(*numbers(seed=seed))
+        first, _ = module.replay(call, (a, b, empty, empty), (3,))
+        assert torch.equal(first, 2 * a + b)
+    assert call.count == 2
+
+
 @pytest.mark.parametrize("extra", [torch.Tensor.zero_, torch.clone, lambda t: t[0].copy_(t[1])])
 def test_what_torch_computes_is_never_left_out(kernel, extra):
     call = Call(kernel)

@@ -124,31 +124,35 @@ def step_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    b = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    bm = (b < batch)[:, None] & dm[None, :]
-    u = tl.load(u_ptr + b[:, None] * sub + d[None, :], mask=bm, other=0.0).to(tl.float32)  # [ROWS, BD]
-    own = b[:, None, None] * (E * M) + own[None, :, :]
-    mask = bm[:, :, None] & mask[None, :, :]
-    xr, xi = pairs(x_ptr, own, mask, REAL)  # [ROWS, BD, BM]
-    if REAL:
-        xr += ar[None, :, :] * xr + br[None, :, :] * u[:, :, None]
-        y = tl.sum(Cr[None, :, :] * xr, axis=2)
-        tl.store(new_ptr + own, xr, mask=mask)
-    else:
-        dr = ar[None, :, :] * xr - ai[None, :, :] * xi + br[None, :, :] * u[:, :, None]
-        di = ar[None, :, :] * xi + ai[None, :, :] * xr + bi[None, :, :] * u[:, :, None]
-        if LOW_RANK:
-            w = tl.sum(qr[None, :, :] * xr - qi[None, :, :] * xi, axis=2)[:, :, None]
-            dr -= vr[None, :, :] * w
-            di -= vi[None, :, :] * w
-        xr += dr
-        xi += di
-        y = 2.0 * tl.sum(Cr[None, :, :] * xr - Ci[None, :, :] * xi, axis=2)
-        tl.store(new_ptr + both(own), tl.join(xr, xi), mask=tl.expand_dims(mask, -1))
-    y += skip[None, :] * u
-    if GELU:
-        y = 0.5 * y * (1.0 + tl.erf(y * SQRT_HALF))
-    tl.store(y_ptr + b[:, None] * E + d[None, :], y.to(y_ptr.dtype.element_ty), mask=bm)
+    us, rs, js = (), (), ()
+    for i in tl.static_range(ROWS):  # all are asked for before any is written: the compiler may not reorder them itself
+        b = tl.program_id(1).to(tl.int64) * ROWS + i
+        us = us + (tl.load(u_ptr + b * sub + d, mask=dm & (b < batch), other=0.0).to(tl.float32),)  # noqa: RUF005
+        xr, xi = pairs(x_ptr, b * (E * M) + own, mask & (b < batch), REAL)
+        rs, js = rs + (xr,), js + (xi,)  # noqa: RUF005
+    for i in tl.static_range(ROWS):  # as an axis of the tile these took nearly twice as long: H200.md
+        b = tl.program_id(1).to(tl.int64) * ROWS + i
+        u, xr, xi = us[i], rs[i], js[i]
+        there = mask & (b < batch)
+        if REAL:
+            xr += ar * xr + br * u[:, None]
+            y = tl.sum(Cr * xr, axis=1)
+            tl.store(new_ptr + b * (E * M) + own, xr, mask=there)
+        else:
+            dr = ar * xr - ai * xi + br * u[:, None]
+            di = ar * xi + ai * xr + bi * u[:, None]
+            if LOW_RANK:
+                w = tl.sum(qr * xr - qi * xi, axis=1)[:, None]
+                dr -= vr * w
+                di -= vi * w
+            xr += dr
+            xi += di
+            y = 2.0 * tl.sum(Cr * xr - Ci * xi, axis=1)
+            tl.store(new_ptr + both(b * (E * M) + own), tl.join(xr, xi), mask=tl.expand_dims(there, -1))
+        y += skip * u
+        if GELU:
+            y = 0.5 * y * (1.0 + tl.erf(y * SQRT_HALF))
+        tl.store(y_ptr + b * E + d, y.to(y_ptr.dtype.element_ty), mask=dm & (b < batch))
 
 
 @triton.jit
