@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
+from types import ModuleType
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from runs import CONF, names
 from seqmix.bench import figures, pool, results
 from seqmix.bench.__main__ import _unused, compose_bench, main, to_wandb, write
 from seqmix.bench.grid import Point, grid
-from seqmix.bench.kernels import OPS, SHAPES, Case, cases, kernel_cost
+from seqmix.bench.kernels import OPS, PEERS, SHAPES, Case, cases, kernel_cost
 from seqmix.config import register_resolvers
 
 register_resolvers()
@@ -312,6 +313,42 @@ def test_floors_count_each_tensor_once():
 def test_the_models_of_the_grids_exist():
     for device in ("cpu", "gpu"):
         assert set(compose_bench([f"bench={device}"], CONF).models) <= set(names("model"))
+
+
+@pytest.mark.parametrize("op, width, inner", [("selective_scan", 6, 4), ("causal_conv1d", 6, 3)])
+def test_peers_are_timed_in_their_own_layout(op, width, inner, monkeypatch):
+    """Tensors of another's layout, which are made once; what comes out is compared as ours is."""
+    from seqmix_kernels.causal_conv1d import causal_conv1d
+    from seqmix_kernels.selective_scan import selective_scan
+
+    seen = []
+
+    def selective_scan_fn(x, dt, A, B, C, D, z, bias, delta_softplus):
+        seen.append(x.data_ptr())
+        assert x.shape == (2, width, 9) and x.is_contiguous() and B.shape == (2, 1, inner, 9) and delta_softplus
+        x, dt, z = (t.transpose(1, 2) for t in (x, dt, z))
+        B, C = (t.permute(0, 3, 1, 2) for t in (B, C))
+        return selective_scan(x, dt, A, B, C, D, z, bias, impl="sequential")[0].transpose(1, 2)
+
+    def causal_conv1d_fn(x, weight, bias, activation):
+        seen.append(x.data_ptr())
+        assert x.shape == (2, width, 9) and x.is_contiguous() and activation == "silu"
+        return causal_conv1d(x.transpose(1, 2), weight, bias, activation, impl="reference")[0].transpose(1, 2)
+
+    theirs = {
+        "mamba_ssm": {},
+        "mamba_ssm.ops": {},
+        "mamba_ssm.ops.selective_scan_interface": {"selective_scan_fn": selective_scan_fn},
+        "causal_conv1d": {"causal_conv1d_fn": causal_conv1d_fn},
+    }
+    for name, contents in theirs.items():
+        module = ModuleType(name)
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+    numbers = kernel_cost(Case(op, PEERS[op], 9, 2, width, inner, "float32"), torch.device("cpu"), seconds=0.01)
+    assert numbers["check_error"] < 1e-6 and numbers["both_ms"] > 0
+    assert len(seen) > 4 and len(set(seen)) == 1, "leaves share the memory of what was turned once"
+
 
 
 def test_a_backward_without_the_memory_leaves_the_forwards_numbers(monkeypatch):

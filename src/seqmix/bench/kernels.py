@@ -122,7 +122,10 @@ def kernel_cost(case: Case, device: torch.device, seconds: float) -> dict:
     op, dtype = OPS[case.op], getattr(torch, case.dtype)
     random = torch.Generator(device).manual_seed(0)
     tensors = op.inputs(case, lambda *shape: torch.randn(*shape, generator=random, device=device), dtype)
-    run = peer(case.op) if case.impl == PEERS.get(case.op) else lambda *given: op.run(case, given)
+    own, run = tensors, lambda *given: op.run(case, given)
+    if case.impl == PEERS.get(case.op):
+        turn, run = peer(case.op)
+        own = turn(*tensors)
     numbers = {"shape": shape_of(case)}
     scratch = torch.empty(L2_BYTES if device.type == "cuda" else 0, dtype=torch.int8, device=device)
     peak, sensors = PeakMemory(device), Sensors(device)
@@ -149,7 +152,7 @@ def kernel_cost(case: Case, device: torch.device, seconds: float) -> dict:
     wait()
     started = time.perf_counter()
     with torch.no_grad():
-        y = run(*tensors)
+        y = run(*own)
         wait()
         first_ms = 1e3 * (time.perf_counter() - started)
         got, want = op.check(tensors, y)
@@ -162,7 +165,7 @@ def kernel_cost(case: Case, device: torch.device, seconds: float) -> dict:
 
     def forward() -> None:
         with torch.no_grad():
-            run(*tensors)
+            run(*own)
 
     names = ("ms", "ms_iqr", "calls", "mib", "first_ms", "launched")
     numbers |= {f"forward_{name}": v for name, v in zip(names, timed(forward), strict=True)}
@@ -170,7 +173,7 @@ def kernel_cost(case: Case, device: torch.device, seconds: float) -> dict:
     once, twice = op.work(case, dtype.itemsize)
     numbers |= floors(case, device, dtype, once, "forward_ms", numbers, "")
     if twice is not None:
-        leaves = [t.detach().requires_grad_() if t.is_floating_point() else t for t in tensors]
+        leaves = [t.detach().requires_grad_() if t.is_floating_point() else t for t in own]
         given = [t for t in leaves if t.requires_grad]
         dy = None
 
@@ -234,21 +237,27 @@ def shape_of(case: Case) -> str:
     return " ".join(f"{letter}{values[letter]}" for letter in letters) + f" {case.dtype}"
 
 
-def peer(op: str) -> Callable:
-    """Another's kernel, called as its documentation says, on the same tensors; layouts are turned outside of nothing: the turn
-    is part of what using it on channel-last tensors costs."""
+def peer(op: str) -> tuple[Callable, Callable]:
+    """Another's kernel: what lays our tensors out as it wants them, once and outside the time, as a model built on it would;
+    and the call, as its documentation has it, with its output as a view of our shape."""
     if op == "selective_scan":
         from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
 
+        def turn(x, dt, A, B, C, D, z, bias):
+            x, dt, z = (t.transpose(1, 2).contiguous() for t in (x, dt, z))  # (B, D, L)
+            B, C = (t.permute(0, 2, 3, 1).contiguous() for t in (B, C))  # (B, G, N, L)
+            return x, dt, A, B, C, D, z, bias
+
         def scan(x, dt, A, B, C, D, z, bias):
-            x, dt, z = (t.transpose(1, 2).contiguous() for t in (x, dt, z))
-            B, C = (t.permute(0, 2, 3, 1).contiguous() for t in (B, C))
             return selective_scan_fn(x, dt, A, B, C, D, z, bias, delta_softplus=True).transpose(1, 2)
 
-        return scan
+        return turn, scan
     from causal_conv1d import causal_conv1d_fn
 
-    return lambda x, weight, bias: causal_conv1d_fn(x.transpose(1, 2), weight, bias, activation="silu").transpose(1, 2)
+    def convolve(x, weight, bias):
+        return causal_conv1d_fn(x, weight, bias, activation="silu").transpose(1, 2)
+
+    return lambda x, weight, bias: (x.transpose(1, 2).contiguous(), weight, bias), convolve
 
 
 # The ops. A piece of the output is compared: by causality the first steps depend on nothing later, and a channel, a head or a
