@@ -1,9 +1,6 @@
 """Launches Triton kernels for little Python time: a kernel's own call looks at each of its arguments and at each global it
 reads, 50 to 90 us with fifty arguments; here a call like an earlier one goes straight to what was compiled for that."""
 
-import contextlib
-import threading
-
 import torch
 import triton
 from torch import Tensor
@@ -11,7 +8,6 @@ from torch import Tensor
 _compiled: dict = {}
 _kernels: dict = {}  # by id: a kernel (kept, so that the id stays its own; its hash is work), and how many tensors it takes
 _MOST = 4096  # calls remembered
-_tapes = threading.local()  # a backward runs in a thread of its own
 
 
 def launch(kernel, grid: tuple[int, ...], args: tuple, constants: dict, options: dict) -> None:
@@ -39,41 +35,21 @@ def launch(kernel, grid: tuple[int, ...], args: tuple, constants: dict, options:
     found = _compiled.get(key)
     if found is not None:
         compiled, run, function, packed, stream, ordered = found
-        x, y, z = grid = grid + (1,) * (3 - len(grid))
-        _note(found, grid, tensors, numbers)
+        x, y, z = grid + (1,) * (3 - len(grid))
         if watched():
             compiled[x, y, z](*pointers, *numbers, *ordered)
         else:  # what that does, less the calls of empty hooks and what they would be told
             run(x, y, z, stream(index), function, packed, None, None, None, *pointers, *numbers, *ordered)
         return None
     # said outright: Triton 3.9 warns that its default is about to change, and the kernels count on it
-    compiled, found = kernel[grid](*args, **constants, **options, enable_fp_fusion=True), None
+    compiled = kernel[grid](*args, **constants, **options, enable_fp_fusion=True)
     if hasattr(compiled, "launch_metadata"):  # not under the interpreter
         if len(_compiled) >= _MOST:
             _compiled.clear()
         ordered = tuple([constants[n] for n in kernel.arg_names[len(args) :]])
         stream = triton.runtime.driver.active.get_current_stream
-        found = compiled, compiled.run, compiled.function, compiled.packed_metadata, stream, ordered
-        _compiled[key] = found
-    _note(found, grid, tensors, numbers)
+        _compiled[key] = compiled, compiled.run, compiled.function, compiled.packed_metadata, stream, ordered
     return None
-
-
-def _note(found, grid, tensors, numbers) -> None:
-    launches = getattr(_tapes, "launches", None)
-    if launches is not None:
-        launches.append((found, grid + (1,) * (3 - len(grid)), tensors, numbers))
-
-
-@contextlib.contextmanager
-def noting():
-    """The launches made meanwhile in this thread: what was compiled, None if it cannot be launched again; the grid, the
-    tensors, the numbers."""
-    _tapes.launches = []
-    try:
-        yield _tapes.launches
-    finally:
-        _tapes.launches = None
 
 
 def watched() -> bool:

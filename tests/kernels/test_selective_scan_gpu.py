@@ -311,15 +311,14 @@ def test_not_a_number_stays_in_its_row_on_the_gpu(scan):
             assert not dx[1 if i < 2 else slice(None), :, 6:].isnan().any(), (name, how, rule)
 
 
-REPEATED = [(2, 100, 128, 16), (1, 96, 64, 16, 1, torch.float32, ("D", "z", "dt_bias")), (1, 4096, 64, 16), (2, 63, 24, 20)]
+AGAIN = [(2, 100, 128, 16), (1, 96, 64, 16, 1, torch.float32, ("D", "z", "dt_bias")), (1, 4096, 64, 16), (2, 63, 24, 20)]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", REPEATED, ids=str)
+@pytest.mark.parametrize("case", AGAIN, ids=str)
 @pytest.mark.parametrize("partials", [1 << 24, 0])
-def test_repeated_launches_give_the_same_bits(scan, case, partials, monkeypatch):
-    """From the third call of a kind on, the second's launches are repeated (replay.py): on other tensors, another stream."""
-    from seqmix_kernels import replay
+def test_calls_again_and_on_other_streams_give_the_same_bits(scan, case, partials, monkeypatch):
+    """The launcher goes straight to what it remembers: on other tensors, another stream."""
     from seqmix_kernels.selective_scan import op, selective_scan
 
     bench, fused = scan
@@ -333,10 +332,7 @@ def test_repeated_launches_give_the_same_bits(scan, case, partials, monkeypatch)
         y, final = selective_scan(*leaves[:8])
         return y, final, *torch.autograd.grad(y, [t for t in leaves if t is not None], args[0])
 
-    wanted = []
-    for args in inputs:
-        monkeypatch.setattr(replay, "_known", {})
-        wanted.append(run(args))
+    wanted = [run(args) for args in inputs]
     for _ in range(3):
         for args, want in zip(inputs, wanted, strict=True):
             side = torch.cuda.Stream()
@@ -345,8 +341,7 @@ def test_repeated_launches_give_the_same_bits(scan, case, partials, monkeypatch)
                 got = run(args)
             torch.cuda.synchronize()
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    repeats = [found for found in replay._known.values() if found]
-    assert len(repeats) == (2 if case[3] <= fused.STATES else 0), "more states are put together by torch"
+
 
 
 @pytest.mark.gpu

@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..launch import launch
-from ..replay import replay
 from . import triton_kernels as tk
 
 GROUP = 2  # steps whose states and decays the plain backward holds in registers
@@ -178,13 +177,6 @@ def forward(
     how: Plan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y (B, L, D), final state (B, D, N), boundary states and gate (`saved_specs`)."""
-    tensors = (x, dt, A, B, C, D, z, dt_bias, initial_state, seq_idx)
-    return replay(_forward, tensors, (dt_softplus, discretization, chunk, save, how, SMS, PARTIALS))
-
-
-def _forward(
-    x, dt, A, B, C, D, z, dt_bias, initial_state, seq_idx, dt_softplus, discretization, chunk, save, how, *_,
-):  # fmt: skip
     batch, length, width = x.shape
     n, groups = A.shape[1], B.shape[2]
     how = how or plan(x, groups, discretization)
@@ -257,14 +249,6 @@ def backward(
     how: Plan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial; shape (0,) for what was not given. y is read where gate has marks."""
-    tensors = (dy, dfinal, x, dt, A, B, C, D, z, dt_bias, initial_state, seq_idx, y, states, gate)
-    return replay(_backward, tensors, (dt_softplus, discretization, chunk, how, SMS, PARTIALS))
-
-
-def _backward(
-    dy, dfinal, x, dt, A, B, C, D, z, dt_bias, initial_state, seq_idx, y, states, gate, dt_softplus, discretization, chunk,
-    how, *_,
-):  # fmt: skip
     batch, length, width = x.shape
     n, groups = A.shape[1], B.shape[2]
     how = how or plan(x, groups, discretization)
