@@ -11,6 +11,7 @@ summary.json, train.log and checkpoints/.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import logging
@@ -100,6 +101,8 @@ def train(cfg: DictConfig, folder: Path) -> dict:
     loggers = [build(node) for node in (cfg.get("logger") or {}).values() if node]
     trainer = build(cfg.trainer)(callbacks=callbacks, logger=loggers, default_root_dir=str(folder))
     check_processes(trainer)
+    if trainer.world_size > 1:
+        atexit.register(leave_group)
     check_kernels(cfg, module.model, trainer)
 
     OmegaConf.save(cfg, folder / "config.yaml")
@@ -140,6 +143,13 @@ def train(cfg: DictConfig, folder: Path) -> dict:
     if trainer.is_global_zero:
         print_table(summary, cfg)
     return summary
+
+
+def leave_group() -> None:
+    """Ends what ranks speak through while there is an interpreter: gloo's threads, ended later, abort one run in ten at its
+    very end. Lightning does so for NCCL alone."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def chosen(trainer: L.Trainer) -> str | None:
