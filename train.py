@@ -148,6 +148,7 @@ def train(cfg: DictConfig, folder: Path) -> dict:
 def leave_group() -> None:
     """Ends what ranks speak through while there is an interpreter: gloo's threads, ended later, abort one run in ten at its
     very end. Lightning does so for NCCL alone."""
+    gc.collect()  # DDP's wrapper holds the group, too
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
