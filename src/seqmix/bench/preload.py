@@ -5,25 +5,24 @@ Nothing here touches a GPU: a process forked from one that had could not use it.
 
 import contextlib
 import importlib
+import pkgutil
 
-MODULES = (
-    "seqmix.bench.__main__", "seqmix.bench.kernels", "seqmix.bench.point", "seqmix.channel_mixers", "seqmix.mixers.attention",
-    "seqmix.mixers.lstm", "seqmix.mixers.mamba", "seqmix.mixers.rnn", "seqmix.mixers.s4", "seqmix.mixers.s4d",
-    "seqmix_kernels.cross_entropy", "torch.profiler",
-)  # fmt: skip
-WITH_TRITON = (
-    "attention.fused_rotary", "attention.fused_step", "causal_conv1d.fused", "cross_entropy.fused", "fft_conv.fused",
-    "mamba_inner.inner", "mamba_step.fused", "s4_kernel.fused", "s4_step.fused", "selective_scan.fused",
-    "selective_scan.gluon_kernels",
-)  # fmt: skip
+import seqmix.mixers
+import seqmix_kernels
+
+MODULES = ("seqmix.bench.__main__", "seqmix.bench.kernels", "seqmix.bench.point", "seqmix.channel_mixers", "torch.profiler")
+# a kernel package's modules that import Triton, by their names
+LAUNCHING = ("fused", "fused_rotary", "fused_step", "gluon_kernels", "inner")
 
 
 def load() -> None:
-    for name in MODULES:
+    mixers = pkgutil.iter_modules(seqmix.mixers.__path__, "seqmix.mixers.")
+    for name in (*MODULES, *(module.name for module in mixers)):
         importlib.import_module(name)
     with contextlib.suppress(ImportError):  # a machine without a GPU may lack Triton
-        for name in WITH_TRITON:
-            importlib.import_module(f"seqmix_kernels.{name}")
+        for module in pkgutil.walk_packages(seqmix_kernels.__path__, "seqmix_kernels."):
+            if module.name.rpartition(".")[2] in LAUNCHING:
+                importlib.import_module(module.name)
     with contextlib.suppress(ImportError):
         hash_triton()
 
