@@ -30,6 +30,7 @@ ARROWS = {
     "src/seqmix/decode.py": ("seqmix.measure",),
     "src/seqmix/costs.py": ("seqmix.decode", "seqmix.measure", "seqmix.metrics"),
     "src/seqmix/bench/kernels.py": ("seqmix.costs", "seqmix.measure", "seqmix_kernels"),
+    "src/seqmix/bench/preload.py": ("seqmix.mixers", "seqmix_kernels"),  # what the points of both import
     "src/seqmix/bench": (
         "seqmix.bench",
         "seqmix.config",
