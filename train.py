@@ -34,10 +34,10 @@ from rich.console import Console
 from rich.table import Table
 
 from seqmix import measure
-from seqmix.callbacks import NonFiniteError, best_checkpoint
+from seqmix.callbacks import best_checkpoint
 from seqmix.config import (
     build,
-    build_model,
+    build_module,
     check,
     check_command_line,
     check_kernels,
@@ -45,7 +45,7 @@ from seqmix.config import (
     find_checkpoint,
     register_resolvers,
 )
-from seqmix.module import SequenceModule
+from seqmix.step import NonFiniteError
 from seqmix.sweep.jobs import in_a_sweep, objective, read_summary, take_up
 from seqmix.tracking import closing, source_facts, source_state
 
@@ -92,11 +92,10 @@ def train(cfg: DictConfig, folder: Path) -> dict:
     task = build(cfg.task)
     task.prepare_data()
     task.setup("fit")  # now, while errors in the data itself (too short, no network) cost nothing
-    module = SequenceModule(
-        build_model(cfg, task.vocab_size), build(cfg.optimizer), build(cfg.scheduler), token_bytes=task.token_bytes
-    )
+    module = build_module(cfg, task)
     if cfg.compile:
-        module.model.compile()
+        for block in module.model.blocks:  # blocks that are alike are compiled once
+            block.compile()
     callbacks = [build(node) for node in (cfg.get("callbacks") or {}).values() if node]
     loggers = [build(node) for node in (cfg.get("logger") or {}).values() if node]
     trainer = build(cfg.trainer)(callbacks=callbacks, logger=loggers, default_root_dir=str(folder))
@@ -131,6 +130,7 @@ def train(cfg: DictConfig, folder: Path) -> dict:
         finally:
             summary |= {
                 "steps": trainer.global_step,
+                "steps_run_as": module.step and module.step.runs_as,
                 "seconds": round(time.monotonic() - started, 1),
                 "chance/token_accuracy": task.chance_token_accuracy,
                 "chance/sequence_accuracy": task.chance_sequence_accuracy,

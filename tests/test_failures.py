@@ -13,7 +13,7 @@ import pytest
 import torch
 from runs import ROOT, SELECTIVE_COPY, SMALL, command, metrics, start
 
-from seqmix.callbacks import NonFiniteError
+from seqmix.step import NonFiniteError
 
 
 def summaries(folder):
@@ -101,7 +101,7 @@ def test_a_wrong_monitor_is_named_before_the_first_step(tmp_path):
 
 def test_divergence_is_recorded_and_no_best_checkpoint_is_nan(tmp_path):
     with pytest.raises(NonFiniteError, match="step"):
-        start(tmp_path / "run", *SELECTIVE_COPY, "optimizer.lr=1e30", "trainer.max_steps=50", "trainer.gradient_clip_val=null")
+        start(tmp_path / "run", *SELECTIVE_COPY, "optimizer.lr=1e30", "trainer.max_steps=50", "gradient_clip_val=null")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "diverged" and summary["steps"] < 50
     best = tmp_path / "run" / "checkpoints" / "best.ckpt"

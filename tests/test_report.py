@@ -218,7 +218,7 @@ OTHER = {
     "hardware": {"environment": ENVIRONMENT | {"device_name": "NVIDIA A100"}},
     "library": {"environment": ENVIRONMENT | {"torch": "2.12.0"}},
     "trainer.max_steps": {"steps": 8000},
-    "rows a step": {"changes": {"task.batch_size": 64}},
+    "task.batch_size": {"changes": {"task.batch_size": 64}},
     "weight_decay": {"changes": {"optimizer.weight_decay": 0.0}},
     "checkpoint.monitor": {"changes": {"callbacks.checkpoint.monitor": "val/token_accuracy"}},
 }
@@ -266,7 +266,7 @@ def test_a_key_that_follows_the_length_does_not_cut_the_line(tmp_path):
     report = report_of(tmp_path / "s")
     assert {c.series for c in report.cells} == {"mamba"}
     (difference,) = report.differences
-    assert difference[1:4] == ("rows a step", "length", {"L=64": "32", "L=128": "16"})
+    assert difference[1:4] == ("task.batch_size", "length", {"L=64": "32", "L=128": "16"})
 
 
 def test_sizes_and_options_are_lines_of_their_own(tmp_path):
@@ -285,8 +285,7 @@ def test_sizes_and_options_are_lines_of_their_own(tmp_path):
 
 def test_a_halved_micro_batch_is_the_same_step_and_is_told(tmp_path):
     make_run(tmp_path / "s/0", seed=0)
-    halves = {"task.batch_size": 16, "task.eval_batch_size": 128, "trainer.accumulate_grad_batches": 2}
-    halves["trainer.val_check_interval"] = 1000
+    halves = {"micro_batch_size": 16, "task.eval_batch_size": 128}
     make_run(tmp_path / "s/1", seed=1, changes=halves, summary={"micro_batch": {"halvings": 1}})
     report = report_of(tmp_path / "s")
     assert len(the_cell(report).used) == 2 and said(report, "1 run ran in smaller micro-batches")

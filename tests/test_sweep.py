@@ -295,9 +295,7 @@ def test_a_sweep_survives_its_jobs_and_goes_on(tmp_path):
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
     assert [bool(s["resumed_from"]) for s in summaries] == [False, True, False, True]
     assert summaries[1]["val/loss"] == summaries[0]["val/loss"], "the resumed run is the uninterrupted one, bit by bit"
-    assert summaries[2]["micro_batch"] == {
-        "halvings": 1, "task.batch_size": "2", "task.eval_batch_size": "4", "trainer.accumulate_grad_batches": "2",
-    }  # fmt: skip
+    assert summaries[2]["micro_batch"] == {"halvings": 1, "micro_batch_size": "2", "task.eval_batch_size": "4"}
     assert summaries[2]["steps"] == 6
     assert summaries[2]["val/loss"] == pytest.approx(summaries[0]["val/loss"], abs=1e-5), "the same rows a step"
 
@@ -324,12 +322,12 @@ def wait_for(done, process=None):
         time.sleep(0.1)
 
 
-def test_halving_needs_an_even_batch():
-    cfg = compose_run(["task.batch_size=12", "trainer.limit_val_batches=3", "trainer.val_check_interval=0.5"], CONF, "x")
+def test_halving_ends_at_one_row():
+    cfg = compose_run(["task.batch_size=6", "trainer.limit_val_batches=3", "trainer.val_check_interval=0.5"], CONF, "x")
     assert halved(cfg, 0) == [] and halved(cfg, 3) == []
-    assert halved(cfg, 2) == [
-        "task.batch_size=3", "task.eval_batch_size=64", "trainer.accumulate_grad_batches=4", "trainer.limit_val_batches=12",
-    ]  # fmt: skip
+    assert halved(cfg, 2) == ["micro_batch_size=1", "task.eval_batch_size=64", "trainer.limit_val_batches=12"]
+    cfg = compose_run(["task.batch_size=64", "micro_batch_size=16"], CONF, "x")
+    assert halved(cfg, 1) == ["micro_batch_size=8", "task.eval_batch_size=128"]
 
 
 # Presets and other launchers

@@ -16,7 +16,7 @@ import torch
 from omegaconf import ListConfig, OmegaConf
 
 from seqmix.tasks import rng
-from seqmix.tasks.base import ENDLESS, IGNORE, Batch, Loader, Rows, TrainLoader
+from seqmix.tasks.base import AHEAD_BATCHES, ENDLESS, IGNORE, Batch, Loader, TrainLoader
 from seqmix.tasks.copy import Copy
 from seqmix.tasks.selective_copy import SelectiveCopy
 
@@ -308,9 +308,17 @@ def test_no_noise_is_possible():
 # The loaders
 
 
+class Numbered(SelectiveCopy):
+    """Each row begins with its number."""
+
+    def sample(self, split, index):
+        batch = super().sample(split, index)
+        batch.inputs[:, 0] = index
+        return batch
+
+
 def take(loader, n):
-    batches = itertools.islice(loader, n)
-    return [batch.index.tolist() if isinstance(batch, Rows) else batch.inputs.tolist() for batch in batches]
+    return [batch.inputs[:, 0].tolist() for batch in itertools.islice(loader, n)]
 
 
 def joined(lists):
@@ -318,8 +326,8 @@ def joined(lists):
 
 
 def test_ranks_share_the_train_stream_without_overlap():
-    task = SelectiveCopy(batch_size=3)
-    alone = TrainLoader(SelectiveCopy(batch_size=6), "train", 0, 1)
+    task = Numbered(batch_size=3)
+    alone = TrainLoader(Numbered(batch_size=6), "train", 0, 1)
     pair = [TrainLoader(task, "train", rank, 2) for rank in range(2)]
     assert [a + b for a, b in zip(*[take(loader, 5) for loader in pair], strict=True)] == take(alone, 5)
     assert len(alone) == ENDLESS
@@ -327,15 +335,28 @@ def test_ranks_share_the_train_stream_without_overlap():
 
 @pytest.mark.parametrize("n, B, W", [(10, 3, 1), (10, 3, 2), (11, 4, 3), (3, 1, 3), (7, 100, 2)])
 def test_evaluation_rows_are_shared_without_duplicates_or_padding(n, B, W):
-    task = SelectiveCopy(eval_samples=n, eval_batch_size=B)
+    task = Numbered(eval_samples=n, eval_batch_size=B)
     seen = []
     for rank in range(W):
         loader = Loader(task, "val", rank, W)
         batches = list(loader)
         assert len(batches) == len(loader) > 0
-        assert all(len(batch.index) == B for batch in batches[:-1]) and 0 < len(batches[-1].index) <= B
-        seen += [i for batch in batches for i in batch.index.tolist()]
+        assert all(len(batch.inputs) == B for batch in batches[:-1]) and 0 < len(batches[-1].inputs) <= B
+        seen += [i for batch in batches for i in batch.inputs[:, 0].tolist()]
     assert sorted(seen) == list(range(n))
+
+
+def test_rows_made_ahead_are_the_same_and_count_when_they_are_handed_out():
+    task = Numbered(batch_size=2, seq_len=30)
+    made = []
+    plain = task.sample
+    task.sample = lambda split, index: made.append(len(index)) or plain(split, index)
+    loader = TrainLoader(task, "train", 0, 1)
+    assert take(loader, 3) == [[0, 1], [2, 3], [4, 5]]
+    assert made == [2 * AHEAD_BATCHES] and loader.state_dict()["rows"] == 6
+    assert take(loader, 2) == [[6, 7], [8, 9]]
+    long = TrainLoader(Numbered(batch_size=2, seq_len=1 << 19, n_tokens=1), "train", 0, 1)
+    assert take(long, 1) == [[0, 1]], "and not 64 of them, which would not fit"
 
 
 def test_fewer_rows_than_ranks_is_an_error():
@@ -345,7 +366,7 @@ def test_fewer_rows_than_ranks_is_an_error():
 
 @pytest.mark.parametrize("n, B", [(10, 4), (4, 4), (3, 8), (1, 2)])
 def test_train_samples_are_seen_once_a_pass_and_shuffled_anew(n, B):
-    loader = TrainLoader(SelectiveCopy(batch_size=B, train_samples=n), "train", 0, 1)
+    loader = TrainLoader(Numbered(batch_size=B, train_samples=n), "train", 0, 1)
     stream = joined(take(loader, 3 * n))
     passes = [stream[i : i + n] for i in range(0, 3 * B * n, n)]
     assert all(sorted(one) == list(range(n)) for one in passes)
@@ -354,8 +375,8 @@ def test_train_samples_are_seen_once_a_pass_and_shuffled_anew(n, B):
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # Python 3.12+, on fork
 def test_workers_make_the_same_batches_and_leave_nothing_behind():
-    want = take(TrainLoader(SelectiveCopy(batch_size=4, make_on="loader"), "train", 0, 1), 8)
-    task = SelectiveCopy(batch_size=4, eval_samples=9, eval_batch_size=4, make_on="loader", num_workers=2)
+    want = take(TrainLoader(Numbered(batch_size=4), "train", 0, 1), 8)
+    task = Numbered(batch_size=4, eval_samples=9, eval_batch_size=4, make_on="loader", num_workers=2)
     train, val = task.train_dataloader(), task.val_dataloader()
     state = torch.get_rng_state()
     got = take(train, 3)
@@ -381,8 +402,9 @@ def test_a_task_can_be_sent_to_a_spawned_worker():
 
 
 def test_loaders_take_their_rank_from_the_trainer():
-    task = SelectiveCopy(batch_size=2, eval_samples=4, eval_batch_size=4)
-    task.trainer = types.SimpleNamespace(global_rank=1, world_size=2)
+    task = Numbered(batch_size=2, eval_samples=4, eval_batch_size=4)
+    strategy = types.SimpleNamespace(root_device=torch.device("cpu"))
+    task.trainer = types.SimpleNamespace(global_rank=1, world_size=2, strategy=strategy)
     assert take(task.train_dataloader(), 2) == [[2, 3], [6, 7]]
     assert take(task.val_dataloader(), 9) == [[1, 3]]
 

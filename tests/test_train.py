@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import types
 
 import pytest
 import torch
@@ -11,7 +10,9 @@ from omegaconf import OmegaConf
 from runs import CONF, SELECTIVE_COPY, metrics, names, start
 
 from seqmix.config import compose_run
+from seqmix.metrics import ScoredTokens
 from seqmix.module import SequenceModule
+from seqmix.step import TrainingStep
 from seqmix.tasks.base import Task
 
 # Every config
@@ -105,23 +106,27 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, model):
     same_from(saved, whole, resumed)
 
 
-@pytest.mark.parametrize("hook", ["on_validation_batch_start", "on_before_batch_transfer", "on_before_backward"])
-def test_a_run_goes_on_bitwise_after_ctrl_c_at_any_moment(tmp_path, monkeypatch, hook):
-    """In the middle of a validation, of making a batch, of a step: it is held back to the end of the next step."""
+@pytest.mark.parametrize("moment", ["in a validation", "as a batch is moved", "in a step"])
+def test_a_run_goes_on_bitwise_after_ctrl_c_at_any_moment(tmp_path, monkeypatch, moment):
+    """The interruption is held back to the end of the next step."""
     whole, stopped, resumed = (tmp_path / name for name in ("whole", "stopped", "resumed"))
     start(whole, "model=lstm", *RESUME)
-    owner = Task if hook == "on_before_batch_transfer" else SequenceModule
-    calls = []
+    owner, name, steps = {
+        "in a validation": (SequenceModule, "on_validation_batch_start", lambda self: self.trainer.global_step),
+        "as a batch is moved": (Task, "transfer_batch_to_device", lambda self: self.trainer.global_step),
+        "in a step": (TrainingStep, "_update", lambda self: self.taken - 1),
+    }[moment]
+    method, calls = getattr(owner, name), []
 
-    def interrupt(self, *arguments, **_):
-        calls.append(self.trainer.global_step)
-        if self.trainer.global_step == 3 and not self.trainer.sanity_checking and calls.count(3) == 1:
+    def interrupted(self, *arguments, **named):
+        calls.append(steps(self))
+        if steps(self) == 3 and calls.count(3) == 1:
             os.kill(os.getpid(), signal.SIGINT)
-        return arguments[0]
+        return method(self, *arguments, **named)
 
     handler = signal.getsignal(signal.SIGINT)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(owner, hook, interrupt)
+        patch.setattr(owner, name, interrupted)
         start(stopped, "model=lstm", *RESUME)
     signal.signal(signal.SIGINT, handler)
     saved = torch.load(stopped / "checkpoints/last.ckpt", weights_only=True)["global_step"]
@@ -130,28 +135,45 @@ def test_a_run_goes_on_bitwise_after_ctrl_c_at_any_moment(tmp_path, monkeypatch,
     same_from(saved, whole, resumed)
 
 
-def test_accumulated_micro_batches_are_one_batch(tmp_path):
+@pytest.mark.parametrize("rows", [2, 3])
+def test_micro_batches_are_one_batch(tmp_path, rows):
+    """Of one size or not, with unlike numbers of scored tokens or not: gradients are those of the whole batch."""
     whole = start(tmp_path / "whole", *SELECTIVE_COPY, "task.batch_size=8")
-    parts = start(
-        tmp_path / "parts", *SELECTIVE_COPY, "task.batch_size=4", "trainer.accumulate_grad_batches=2",
-        "trainer.val_check_interval=4",
-    )  # fmt: skip
+    parts = start(tmp_path / "parts", *SELECTIVE_COPY, "task.batch_size=8", f"micro_batch_size={rows}")
     assert parts["steps"] == whole["steps"] == 4
-    assert parts["val/loss"] == pytest.approx(whole["val/loss"], abs=1e-5)
+    for name in ("train/loss", "val/loss"):
+        assert parts[name] == pytest.approx(whole[name], abs=1e-5)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_one_scored_token_among_four_ranks_counts_as_one(micro_batches):
-    """Of four ranks one has a token: the mean of its gradient and three zeros is that of the token's loss."""
-    module = SequenceModule(torch.nn.Embedding(5, 5), None, None)
-    module.trainer = types.SimpleNamespace(
-        world_size=4, global_step=1, log_every_n_steps=2, accumulate_grad_batches=micro_batches,
-        strategy=types.SimpleNamespace(reduce=lambda tokens, reduce_op: tokens / 4),
-    )  # fmt: skip
-    inputs, targets = torch.tensor([[1, 2, 3]]), torch.tensor([[-100, 4, -100]])
-    weight = module.model.weight
-    (wanted,) = torch.autograd.grad(torch.nn.functional.cross_entropy(module.model(inputs)[0], targets[0]), weight)
-    for given in (targets, torch.full_like(targets, -100))[:micro_batches]:
-        (module.training_step((inputs, given), 0) / micro_batches / 4).backward()
-    module.on_before_optimizer_step(torch.optim.SGD(module.model.parameters(), lr=0.1))
-    torch.testing.assert_close(weight.grad, wanted)
+@pytest.mark.parametrize("micro_batch_size", [None, 1])
+def test_one_scored_token_among_four_ranks_counts_as_one(micro_batch_size, monkeypatch):
+    """Of four ranks one has a token: the sum of its gradient and three zeros is that of the token's loss."""
+    targets = torch.full((3, 3), -100)
+    targets[0, 1] = 4
+    tokens = torch.tensor([[1, 2, 3]] * 3)
+    weights = torch.randn(5, 5)
+
+    def trained(targets, world_size):
+        model = Table(weights.clone())
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        step = TrainingStep(model, optimizer, ScoredTokens(), micro_batch_size=micro_batch_size)
+        step.world_size = world_size
+        monkeypatch.setattr(step, "_over_ranks", lambda value: value)  # the others' sums are zeros
+        step(tokens, targets)
+        return model.weight.detach()
+
+    assert torch.equal(trained(targets, 4), trained(targets, 1)) and not torch.equal(trained(targets, 4), weights)
+    assert torch.equal(trained(torch.full_like(targets, -100), 4), weights)
+
+
+class Table(torch.nn.Module):
+    """Logits of the next token from the last one."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight)
+
+    def score(self, tokens, targets):
+        logits = self.weight[tokens]
+        losses = torch.nn.functional.cross_entropy(logits.mT, targets, reduction="none")
+        return losses, logits.argmax(-1) == targets

@@ -31,8 +31,10 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from seqmix.model import SequenceModel
+from seqmix.module import SequenceModule
 from seqmix.optim import make_optimizer
 from seqmix.sweep.names import run_folder, sweep_name
+from seqmix.tasks.base import Task
 
 RUNS = Path("outputs")
 # what a resumed run must share
@@ -104,18 +106,16 @@ def check(cfg: DictConfig) -> SequenceModel:
         raise ValueError(f"matmul_precision must be highest, high or medium, got {cfg.matmul_precision!r}")
     if not 0 <= cfg.seed < 2**32:
         raise ValueError(f"seed must lie in 0..2^32 - 1, got {cfg.seed}")
-    for key in ("val_check_interval", "log_every_n_steps", "accumulate_grad_batches"):
+    for key in ("val_check_interval", "log_every_n_steps"):
         if cfg.trainer[key] < 1:
             raise ValueError(f"trainer.{key} must be at least 1, got {cfg.trainer[key]}")
-    if (cfg.trainer.gradient_clip_val or 0) < 0:
-        raise ValueError(f"trainer.gradient_clip_val must be at least 0, or null, got {cfg.trainer.gradient_clip_val}")
     find_checkpoint(cfg)
     task = build(cfg.task)
     with torch.device("meta"):
-        model = build_model(cfg, task.vocab_size)
-        optimizer = make_optimizer(model, build(cfg.optimizer))
-        build(cfg.scheduler)(optimizer, total_steps=max(1, cfg.trainer.max_steps))
-    return model
+        module = build_module(cfg, task)
+        optimizer = make_optimizer(module.model, module.make_optimizer)
+        module.make_scheduler(optimizer, total_steps=max(1, cfg.trainer.max_steps))
+    return module.model
 
 
 def check_processes(trainer: L.Trainer) -> None:
@@ -178,6 +178,19 @@ def build(node: DictConfig | None) -> Any:
         if isinstance(cause, TypeError):
             raise ValueError(f"{node.get('_target_')}: {cause}") from cause
         raise
+
+
+def build_module(cfg: DictConfig, task: Task) -> SequenceModule:
+    """What a trainer trains: the model of a config with its optimizer, schedule and step. task: set up, for its token_bytes."""
+    return SequenceModule(
+        build_model(cfg, task.vocab_size),
+        build(cfg.optimizer),
+        build(cfg.scheduler),
+        task.token_bytes,
+        micro_batch_size=cfg.micro_batch_size,
+        gradient_clip_val=cfg.gradient_clip_val,
+        cuda_graph=cfg.cuda_graph,
+    )
 
 
 def build_model(cfg: DictConfig, vocab_size: int) -> SequenceModel:

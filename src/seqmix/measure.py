@@ -70,7 +70,7 @@ class Window(NamedTuple):
 class WindowTimer:
     """Seconds, steps and tokens of one window, with pauses.
 
-        resume ... data_wait() ... add(steps, tokens) ... pause      (evaluation, a checkpoint: not on the clock)
+        resume ... add(data_seconds) ... add(steps, tokens) ... pause      (evaluation, a checkpoint: not on the clock)
         resume ... add(steps, tokens) ... close() -> Window
 
     clock gives seconds; synchronize waits for the device, and runs at every pause and close, so that work queued inside
@@ -86,10 +86,10 @@ class WindowTimer:
     def running(self) -> bool:
         return self._started is not None
 
-    def resume(self) -> None:
-        """Start the clock; does nothing if it runs."""
+    def resume(self, at: float) -> None:
+        """Start the clock, which showed `at`; does nothing if it runs."""
         if not self.running:
-            self._started = self.clock()
+            self._started = at
 
     def pause(self) -> None:
         """Stop the clock once the device is idle; does nothing if it stands."""

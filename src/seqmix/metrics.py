@@ -1,6 +1,6 @@
 """What is measured on predictions, over scored positions only (targets other than -100).
 
-    loss               Σ -log p(target) / number of scored tokens            nats a token
+    loss               Σ -log p(target) / number of scored tokens            nats per token
     token_accuracy     right tokens / scored tokens
     sequence_accuracy  rows whose scored tokens are all right / rows that have any
     perplexity         exp(loss): of the mean, never a mean of exponentials
@@ -14,61 +14,59 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import Metric
-
-from seqmix_kernels.cross_entropy import cross_entropy
 
 IGNORE = -100
 
 
-def scored_cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """logits (B, L, V), targets (B, L) -> (sum of the losses over scored tokens, float64, nats; their number, int64).
-
-    The loss of a token is float32; their sum is float64, so that it does not depend on the batch size.
-    """
-    losses = cross_entropy(logits.flatten(0, 1), targets.flatten(), IGNORE)
-    return losses.sum(dtype=torch.float64), (targets != IGNORE).sum()
-
-
 class ScoredTokens(Metric):
-    """Sums over scored tokens; `compute` gives the values above by name.
+    """Sums over scored tokens; `compute` gives the values above by name, over all ranks.
 
-    token_bytes: (V,) bytes a token, or None. saved: the sums go into checkpoints; for those that span many steps.
+    token_bytes: (V,) bytes per token, or None. saved: the sums go into checkpoints; for those that span many steps.
+    The sums stay at one address, which a captured step writes to: they are updated and reset in place.
     """
 
     full_state_update = False
 
     def __init__(self, token_bytes: Tensor | None = None, saved: bool = False):
-        super().__init__()
-        for name in ("loss_sum", "bytes"):
-            self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum", persistent=saved)
-        for name in ("tokens", "tokens_right", "rows", "rows_right"):
-            self.add_state(name, torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum", persistent=saved)
+        super().__init__(sync_on_compute=False, compute_with_cache=False)
+        self.add_state("loss_sum", torch.zeros((), dtype=torch.float64), persistent=saved)
+        # scored tokens, right ones, rows that have any, rows all right, bytes
+        self.add_state("counts", torch.zeros(5, dtype=torch.int64), persistent=saved)
         self.register_buffer("token_bytes", token_bytes, persistent=False)
 
-    def update(self, logits: Tensor, targets: Tensor, loss_sum: Tensor) -> None:
-        """logits (B, L, V), targets (B, L), and the loss summed over the scored tokens (it is known to the caller)."""
+    def update(self, losses: Tensor, right: Tensor, targets: Tensor) -> None:
+        """losses (B, L), 0 where nothing is scored; right (B, L) bool, False there; targets (B, L)."""
         scored = targets != IGNORE  # (B, L)
-        right = (logits.argmax(-1) == targets) & scored  # (B, L)
-        row_counts = scored.any(-1)  # (B,)
-        self.loss_sum += loss_sum.detach()
-        self.tokens += scored.sum()
-        self.tokens_right += right.sum()
-        self.rows += row_counts.sum()
-        self.rows_right += ((right | ~scored).all(-1) & row_counts).sum()
+        tokens, tokens_right = scored.sum(-1), right.sum(-1)  # (B,)
+        rows = tokens.clamp(max=1)  # 1 where any is scored
+        counts = [tokens, tokens_right, rows, rows * (tokens_right == tokens)]
         if self.token_bytes is not None:
-            self.bytes += self.token_bytes[targets.clamp(min=0)].mul(scored).sum()
+            counts.append(self.token_bytes[targets.clamp(min=0)].mul(scored).sum(-1))
+        self.loss_sum += losses.sum(dtype=torch.float64)
+        self.counts[: len(counts)] += torch.stack(counts).sum(-1)
 
     def compute(self) -> dict[str, Tensor]:
         """The values; NaN where nothing was scored."""
-        loss = self.loss_sum / self.tokens
+        loss_sum, counts = self.loss_sum, self.counts
+        if dist.is_initialized():
+            loss_sum, counts = loss_sum.clone(), counts.clone()
+            dist.all_reduce(loss_sum)
+            dist.all_reduce(counts)
+        tokens, tokens_right, rows, rows_right, size = counts
+        loss = loss_sum / tokens
         values = {
             "loss": loss,
-            "token_accuracy": self.tokens_right / self.tokens,
-            "sequence_accuracy": self.rows_right / self.rows,
+            "token_accuracy": tokens_right / tokens,
+            "sequence_accuracy": rows_right / rows,
             "perplexity": loss.exp(),
         }
         if self.token_bytes is not None:
-            values["bits_per_byte"] = self.loss_sum / math.log(2) / self.bytes
+            values["bits_per_byte"] = loss_sum / math.log(2) / size
         return {name: value.float() for name, value in values.items()}
+
+    def reset(self) -> None:
+        self.loss_sum.zero_()
+        self.counts.zero_()

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqmix.mixers.base import Mixer, State
+from seqmix_kernels.cross_entropy import cross_entropy
 
 ModelState = tuple[State, ...]  # one a block
 
@@ -99,10 +100,31 @@ class SequenceModel(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens (B, L) -> logits (B, L, V); position t sees tokens 0..t."""
+        return self.head(self.hidden(tokens))
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """tokens (B, L) -> what the last block makes of them (B, L, D): what the head reads."""
         x = self._embed(tokens)  # (B, L, D)
         for block in self.blocks:
             x = block(x)
-        return self._head(x)
+        return x
+
+    def head(self, x: Tensor) -> Tensor:
+        """(..., D) -> logits (..., V)."""
+        x, E = self.norm(x), self.embedding.weight
+        if x.is_cuda and len(E) % 8 and not torch.compiler.is_compiling():  # torch.compile pads by itself
+            return aligned_product(x, E)
+        return F.linear(x, E)
+
+    def score(self, tokens: Tensor, targets: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
+        """How well each next token is predicted, without handing out logits.
+
+        tokens, targets (B, L) -> losses (B, L), float32, nats, 0 where a target is ignore_index; right (B, L) bool: whether
+        the target has the largest logit, False where it is ignore_index.
+        """
+        logits = self(tokens)  # (B, L, V)
+        losses = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index)
+        return losses.view_as(targets), logits.argmax(-1) == targets
 
     def init_state(self, batch: int) -> ModelState:
         """The state before any token, for `batch` rows."""
@@ -111,12 +133,12 @@ class SequenceModel(nn.Module):
     def prefill(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
         """tokens (B, L), the state before them -> logits (B, L, V), the state after them. Any L >= 0."""
         x, state = self._take_in(tokens, state)
-        return self._head(x), state
+        return self.head(x), state
 
     def prefill_last(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
         """As `prefill`, but the logits of the last token alone (B, V): all that generating needs of a prompt. L >= 1."""
         x, state = self._take_in(tokens, state)
-        return self._head(x[:, -1]), state
+        return self.head(x[:, -1]), state
 
     def step(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
         """tokens (B,), the state before them -> logits (B, V), the state after them."""
@@ -125,7 +147,7 @@ class SequenceModel(nn.Module):
         for block, block_state in zip(self.blocks, state, strict=True):
             x, block_state = block.step(x, block_state)
             after.append(block_state)
-        return self._head(x), tuple(after)
+        return self.head(x), tuple(after)
 
     def kernels_used(self, batch: int, length: int, device: torch.device | None = None) -> dict[str, str]:
         """What computes each operator over (batch, length) tokens under the autocast and gradient mode of the caller, and why.
@@ -193,12 +215,6 @@ class SequenceModel(nn.Module):
     def _embed(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         return x.to(torch.promote_types(x.dtype, torch.float32))  # the residual stream stays in float32, or wider
-
-    def _head(self, x: Tensor) -> Tensor:
-        x, E = self.norm(x), self.embedding.weight
-        if x.is_cuda and len(E) % 8 and not torch.compiler.is_compiling():  # torch.compile pads by itself
-            return aligned_product(x, E)
-        return F.linear(x, E)
 
     @torch.no_grad()
     def _shrink_residual_projections(self) -> None:

@@ -4,7 +4,7 @@ from seqmix.callbacks.checkpoint import BestCheckpoint, LastCheckpoint, best_che
 from seqmix.callbacks.costs import Costs
 from seqmix.callbacks.kernels import Kernels
 from seqmix.callbacks.memory import Memory
-from seqmix.callbacks.nonfinite import NonFiniteError, NonFiniteGuard
+from seqmix.callbacks.nonfinite import NonFiniteGuard
 from seqmix.callbacks.predictions import Predictions
 from seqmix.callbacks.progress import Progress
 from seqmix.callbacks.throughput import Throughput
@@ -15,7 +15,6 @@ __all__ = [
     "Kernels",
     "LastCheckpoint",
     "Memory",
-    "NonFiniteError",
     "NonFiniteGuard",
     "Predictions",
     "Progress",

@@ -7,7 +7,7 @@ import gc
 import lightning as L
 import torch
 
-from seqmix.measure import PeakMemory, parameter_count, state_bytes
+from seqmix.measure import MIB, PeakMemory, parameter_count, state_bytes
 
 
 class Memory(L.Callback):
@@ -53,14 +53,14 @@ class Memory(L.Callback):
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.sanity_checking and self._peak is not None:
-            self._take_peaks()
+            self._take_peaks(pl_module)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.sanity_checking and self._peak is not None:
             self._peak.reset()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._take_peaks()
+        self._take_peaks(pl_module)
         self._peak = None  # what comes after training is not on this account
         tokens = torch.zeros(1, trainer.datamodule.seq_len, dtype=torch.long, device=pl_module.device)  # (1, L)
         model, was_training = pl_module.model, pl_module.model.training
@@ -72,13 +72,15 @@ class Memory(L.Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         if self._peak is not None:
-            self._take_peaks()
+            self._take_peaks(pl_module)
 
-    def _take_peaks(self) -> None:
+    def _take_peaks(self, pl_module: L.LightningModule) -> None:
         for name in self._peaks:
             now = getattr(self._peak, name)()
             if now is not None:
                 self._peaks[name] = max(now, self._peaks[name] or 0.0)
+        if captured := pl_module.step.captured_bytes:  # a replay asks the allocator for nothing
+            self._peaks["allocated"] = max(captured / MIB, self._peaks["allocated"])
 
     def summary(self) -> dict[str, float | int | None]:
         """MiB and counts. Accelerator peaks are None on a CPU, the resident set is None on an accelerator."""

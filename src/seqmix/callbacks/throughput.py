@@ -1,8 +1,8 @@
-"""Tokens a second and milliseconds an optimizer step, in steady state.
+"""Tokens per second and milliseconds per optimizer step, in steady state.
 
 On the clock: fetching a batch, moving it, forward, backward, the optimizer step. Off it: the first steps (compiling,
 autotuning, cold caches), evaluation, checkpoints, logging, the change of an epoch. A window closes at a step that logs;
-the clock stands until the next fetch begins.
+the clock stands until the next batch is asked for.
 """
 
 from __future__ import annotations
@@ -14,19 +14,17 @@ import lightning as L
 
 from seqmix.measure import Window, WindowTimer, spread, synchronizer
 
-# what Lightning calls the fetch of a training batch when it tells its profiler; callbacks have no hook there
-FETCH = "train_dataloader_next"
-
 
 class Throughput(L.Callback):
     """Logs `speed/{tokens_per_second,step_ms,data_wait_fraction}` of each window, every trainer.log_every_n_steps.
 
     warmup_steps: optimizer steps before the first window, the very first (`speed/first_step_s`) included.
-    clock: seconds, for tests.
+    clock: seconds, for tests; it must be that of the loader.
 
-    Tokens are all inputs of all ranks, padding too: what the model was made to process. data_wait_fraction is the share
-    of a window in which the host waited for a batch to be fetched, moved or made; on an accelerator that runs behind
-    the host, part of that costs nothing. Windows are of this process alone: what ran before a resume is not counted.
+    Tokens are all inputs of all ranks, padding too: what the model was made to process. data_wait_fraction is the share of
+    a window in which the host waited for the loader (`asked_at` to `given_at` of seqmix.tasks.base.TrainLoader): for a batch
+    to be read or made on the CPU, or for its making to be queued on the device. Windows are of this process alone: what ran
+    before a resume is not counted.
     """
 
     def __init__(self, warmup_steps: int = 10, *, clock: Callable[[], float] = time.perf_counter):
@@ -41,32 +39,30 @@ class Throughput(L.Callback):
         self.first_step_s: float | None = None
         self._timer: WindowTimer | None = None
         self._warm = False
-        self._profiler = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._start_afresh()
         self._timer = WindowTimer(synchronizer(pl_module.device), self.clock)
-        self._first_step = self._step = trainer.global_step
+        self._first_step = trainer.global_step
         self._first_batch_at: float | None = None
-        self._watch_fetches(trainer.profiler)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch, batch_idx: int) -> None:
         if self._first_batch_at is None:
             self._first_batch_at = self.clock()
-        if self._timer.running:
-            self._timer.add(data_seconds=self.clock() - self._fetch_at)
+        if self._warm:
+            loader = trainer.train_dataloader
+            self._timer.resume(loader.asked_at)
+            self._timer.add(data_seconds=loader.given_at - loader.asked_at)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs, batch, batch_idx: int
     ) -> None:
-        stepped = trainer.global_step > self._step  # with accumulated gradients, not at every batch
-        self._step = trainer.global_step
+        step = trainer.global_step
         if not self._warm:
-            if stepped:
-                self._warm_up()
+            self._warm_up(step - self._first_step)
             return
-        self._timer.add(steps=int(stepped), tokens=batch.inputs.numel() * trainer.world_size)
-        if stepped and trainer.global_step % trainer.log_every_n_steps == 0:
+        self._timer.add(steps=1, tokens=batch.inputs.numel() * trainer.world_size)
+        if step % trainer.log_every_n_steps == 0:
             window = self._timer.close()
             self.windows.append(window)
             pl_module.log_dict(
@@ -77,8 +73,7 @@ class Throughput(L.Callback):
                 }
             )
 
-    def _warm_up(self) -> None:
-        done = self._step - self._first_step
+    def _warm_up(self, done: int) -> None:
         if self.first_step_s is None:
             self._timer.synchronize()
             self.first_step_s = self.clock() - self._first_batch_at
@@ -105,12 +100,6 @@ class Throughput(L.Callback):
             self.windows.append(self._timer.close())
         self._timer.discard()
 
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._unwatch_fetches()
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._unwatch_fetches()
-
     def summary(self) -> dict[str, float | int | None]:
         """Medians over the windows; None where the run was too short to have one."""
         step_ms = spread(1e3 * w.seconds / w.steps for w in self.windows)
@@ -122,21 +111,3 @@ class Throughput(L.Callback):
             "speed/data_wait_fraction": spread(w.data_seconds / w.seconds for w in self.windows).median,
             "speed/first_step_s": self.first_step_s,
         }
-
-    def _watch_fetches(self, profiler) -> None:
-        """Hear when Lightning tells its profiler, whichever that is, that it begins to fetch a training batch."""
-        start = profiler.start
-
-        def heard(action: str) -> None:
-            if action.endswith(FETCH) and self._warm:
-                self._timer.resume()
-                self._fetch_at = self.clock()
-            start(action)
-
-        profiler.start = heard
-        self._profiler = profiler
-
-    def _unwatch_fetches(self) -> None:
-        if self._profiler is not None:
-            del self._profiler.start  # the class's own shows again
-            self._profiler = None

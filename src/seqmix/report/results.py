@@ -28,11 +28,11 @@ from seqmix.report.runs import Run, command
 
 RESAMPLES = 2000
 # keys that change how a run is watched, not what it computes
-ASIDE = ("logger", "ckpt", "show", "test", "task.num_workers", "task.make_on", "task.eval_batch_size", "trainer.accelerator",
-         "trainer.log_every_n_steps", "trainer.profiler", "trainer.enable_checkpointing", "trainer.enable_progress_bar",
-         "trainer.enable_model_summary", "trainer.num_sanity_val_steps", "trainer.detect_anomaly")  # fmt: skip
+ASIDE = ("logger", "ckpt", "show", "test", "micro_batch_size", "cuda_graph", "task.num_workers", "task.make_on",
+         "task.eval_batch_size", "trainer.accelerator", "trainer.log_every_n_steps", "trainer.profiler",
+         "trainer.enable_checkpointing", "trainer.enable_progress_bar", "trainer.enable_model_summary",
+         "trainer.num_sanity_val_steps", "trainer.detect_anomaly")  # fmt: skip
 WATCHED_CALLBACKS = ("callbacks.checkpoint.monitor", "callbacks.checkpoint.mode")  # which weights are tested
-ROWS = "rows a step"
 FACTS = ("data", "code", "environment")
 AVERAGED = ("code", "environment")  # what the caller may ask to average over
 
@@ -240,11 +240,6 @@ def _identity(run: Run) -> dict[str, object]:
     if config.get("task.seed") == seed:
         config.pop("task.seed", None)
     config.pop("optimizer.lr", None)
-    # a micro-batch halved for want of memory leaves the step as it was: what is counted in batches is counted in rows
-    batch, accumulate = config.pop("task.batch_size", 1), config.pop("trainer.accumulate_grad_batches", 1)
-    config[ROWS] = batch * accumulate
-    if isinstance(every := config.pop("trainer.val_check_interval", None), int):
-        config["steps between validations"] = every // accumulate
     for split in ("val", "test"):
         limit = config.get(f"trainer.limit_{split}_batches")
         if isinstance(limit, int):

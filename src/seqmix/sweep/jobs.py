@@ -146,21 +146,17 @@ def last_line(path: Path, starting: str = "") -> str:
 
 
 def halved(cfg: DictConfig, times: int) -> list[str]:
-    """Overrides under which a step has the same rows in 2^times as many micro-batches; [] where they do not divide.
+    """Overrides under which the rows of a step are computed in 2^times as many micro-batches; [] where there are too few.
 
-    cfg: the resolved config of the whole batch. Intervals and limits counted in batches grow by as much.
+    cfg: the resolved config of the whole batch. An evaluation's batches are as much smaller, and limits of their number grow.
     """
-    parts = 2**times
-    if times == 0 or cfg.task.batch_size % parts:
+    rows = (cfg.micro_batch_size or cfg.task.batch_size) >> times
+    if times == 0 or rows == 0:
         return []
-    overrides = [
-        f"task.batch_size={cfg.task.batch_size // parts}",
-        f"task.eval_batch_size={max(1, cfg.task.eval_batch_size // parts)}",
-        f"trainer.accumulate_grad_batches={cfg.trainer.accumulate_grad_batches * parts}",
-    ]
-    for key in ("val_check_interval", "limit_val_batches", "limit_test_batches"):
+    overrides = [f"micro_batch_size={rows}", f"task.eval_batch_size={max(1, cfg.task.eval_batch_size >> times)}"]
+    for key in ("limit_val_batches", "limit_test_batches"):
         if isinstance(cfg.trainer.get(key), int):
-            overrides.append(f"trainer.{key}={cfg.trainer[key] * parts}")
+            overrides.append(f"trainer.{key}={cfg.trainer[key] << times}")
     return overrides
 
 

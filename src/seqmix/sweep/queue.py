@@ -232,7 +232,7 @@ class Queue:
             "process_seconds": job.seconds,
         }
         if overrides := halved(cfg, job.halvings):
-            summary["micro_batch"] = {"halvings": job.halvings} | dict(o.split("=") for o in overrides[:3])
+            summary["micro_batch"] = {"halvings": job.halvings} | dict(o.split("=") for o in overrides[:2])
         write_json(summary, job.path / "summary.json")
 
     def _again(self, job: Job, cfg: DictConfig) -> bool:
@@ -241,8 +241,6 @@ class Queue:
         if job.status == "oom" and self.settings.on_oom == "halve" and halved(cfg, job.halvings + 1):
             again = True
             job.halvings += 1
-            # rows are counted in batches: the half-done run of the whole batch cannot be gone on from
-            (job.path / "checkpoints" / "last.ckpt").unlink(missing_ok=True)
         elif job.status in ("failed", "killed", "interrupted"):
             again = job.retried < self.settings.retries
             job.retried += again

@@ -8,7 +8,9 @@ has come is one number. The train stream has no end: a run is as long as trainer
 """
 
 import functools
+import itertools
 import shutil
+import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -23,6 +25,7 @@ IGNORE = -100  # a target that is not scored; what torch's cross_entropy leaves 
 # Batches in the train stream. A length at all, because Lightning fetches ahead from a loader that has none, and a
 # checkpoint would then count the batch in hand as seen.
 ENDLESS = 1 << 40
+AHEAD_BATCHES, AHEAD_BYTES = 64, 16 << 20  # rows made at once: many small kernels cost the same for one batch as for all
 
 shuffled = functools.lru_cache(maxsize=2)(rng.permutation)  # a batch can straddle two passes
 
@@ -32,13 +35,6 @@ LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 class Batch(NamedTuple):
     inputs: Tensor  # (B, L) int64
     targets: Tensor  # (B, L) int64, IGNORE where nothing is scored
-
-
-class Rows(NamedTuple):
-    """A batch not made yet: which rows of which split."""
-
-    split: str
-    index: Tensor  # (B,) int64
 
 
 def whole(name: str, value: int, least: int) -> int:
@@ -82,7 +78,7 @@ class Task(L.LightningDataModule):
         eval_seed: of the val and test rows, so that these stay while the run's seed changes.
         train_samples: None for fresh rows for ever; n for rows 0..n-1 again and again, shuffled anew each pass.
         num_workers: processes that make batches ahead of time; for make_on="loader" only.
-        make_on: "device" hands out row numbers and makes the rows on the accelerator, "loader" makes them on the CPU.
+        make_on: "device" makes the rows on the device of the model, several batches at once; "loader" makes them on the CPU.
     """
 
     vocab_size: int
@@ -167,8 +163,18 @@ class Task(L.LightningDataModule):
         self._loaders.append(loader)
         return loader
 
-    def on_after_batch_transfer(self, batch: Batch | Rows, dataloader_idx: int) -> Batch:
-        return self.sample(*batch) if isinstance(batch, Rows) else batch
+    @property
+    def device(self) -> torch.device:
+        """Where rows are made."""
+        here = self.make_on == "loader" or self.trainer is None
+        return torch.device("cpu") if here else self.trainer.strategy.root_device
+
+    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
+        if batch.inputs.device == device:
+            return batch
+        if device.type == "cuda":  # from pinned memory the copy waits for nothing
+            batch = Batch(*(part.pin_memory() for part in batch))
+        return Batch(*(part.to(device, non_blocking=True) for part in batch))
 
     def teardown(self, stage: str) -> None:
         self._close()
@@ -232,7 +238,7 @@ class Task(L.LightningDataModule):
 class Loader:
     """Batches of an evaluation split: rank r of W has the rows r, r + W, r + 2W, ..., none twice, none padded.
 
-    Iterating yields `Rows` (make_on="device") or `Batch`; the last one may be short. It starts anew each time.
+    Iterating yields `Batch`, on the device that makes the rows; the last one may be short. It starts anew each time.
     """
 
     def __init__(self, task: Task, split: str, rank: int, world_size: int):
@@ -253,15 +259,16 @@ class Loader:
         B = self.task.eval_batch_size
         return torch.arange(k * B, min((k + 1) * B, self._rows())) * self.world_size + self.rank
 
-    def __getitem__(self, k: int) -> Batch | Rows:
-        rows = Rows(self.split, self.index(k))
-        return rows if self.task.make_on == "device" else self.task.sample(*rows)
+    def __getitem__(self, k: int) -> Batch:
+        return self.task.sample(self.split, self.index(k))
 
     def order(self) -> Iterator[int]:
         """The numbers of the batches still to come."""
         return iter(range(len(self)))
 
-    def __iter__(self) -> Iterator[Batch | Rows]:
+    def __iter__(self) -> Iterator[Batch]:
+        if self.task.make_on == "device":
+            return self._made_ahead()
         if not self.task.num_workers:
             return map(self.__getitem__, self.order())
         if self._workers is None:
@@ -274,6 +281,16 @@ class Loader:
                 generator=torch.Generator(),  # or it would draw from the global one, and shift every dropout mask
             )
         return iter(self._workers)
+
+    def _made_ahead(self) -> Iterator[Batch]:
+        """Several batches are made at once and handed out as views."""
+        order, device = self.order(), self.task.device
+        batch_bytes = 2 * 8 * self.task.seq_len * len(self.index(0))
+        at_once = max(1, min(AHEAD_BATCHES, AHEAD_BYTES // batch_bytes))
+        while numbers := list(itertools.islice(order, at_once)):
+            rows = [self.index(k) for k in numbers]
+            made = self.task.sample(self.split, torch.cat(rows).to(device))
+            yield from map(Batch, *(part.split(list(map(len, rows))) for part in made))
 
     def close(self) -> None:
         """Ends the workers; the next iteration starts new ones."""
@@ -293,6 +310,8 @@ class TrainLoader(Loader):
     """
 
     done: int = 0  # batches handed out
+    asked_at: float = 0.0  # when the last batch was asked for, by time.perf_counter
+    given_at: float = 0.0  # when it was there, or its making was queued on the device
 
     def __len__(self) -> int:
         return ENDLESS
@@ -308,8 +327,12 @@ class TrainLoader(Loader):
     def order(self) -> Iterator[int]:
         return iter(range(self.done, len(self)))
 
-    def __iter__(self) -> Iterator[Batch | Rows]:
-        for batch in super().__iter__():
+    def __iter__(self) -> Iterator[Batch]:
+        batches = super().__iter__()
+        while True:
+            self.asked_at = time.perf_counter()
+            batch = next(batches)
+            self.given_at = time.perf_counter()
             self.done += 1
             yield batch
 
