@@ -54,3 +54,19 @@ def memory_bandwidth() -> float:
     a = torch.ones(1 << 28, device="cuda")
     b = torch.empty_like(a)
     return 2 * a.numel() * 4 / graph_milliseconds(lambda: torch.neg(a, out=b), 5, 2) * 1e3
+
+
+def beside_copy(
+    run: Callable, leaves: list, upstream: list, moved: tuple[int, int], bandwidth: float, count: int
+) -> dict[str, float]:
+    """Milliseconds of `run(*leaves)` without gradients (fwd) and with its backward from `upstream` (fwd_bwd), and the share of
+    each that a copy of the bytes `moved` by it would take at `bandwidth`, which memory_bandwidth() measures."""
+
+    def both() -> None:
+        torch.autograd.grad(run(*leaves), leaves, upstream)
+
+    with torch.no_grad():
+        forward = graph_milliseconds(lambda: run(*leaves), count)
+    times = {"fwd": forward, "fwd_bwd": graph_milliseconds(both, count)}
+    floors = {name: 1e3 * size / bandwidth for name, size in zip(times, moved, strict=True)}
+    return {f"{k}_ms": ms for k, ms in times.items()} | {f"{k}_of_copy": floors[k] / ms for k, ms in times.items()}

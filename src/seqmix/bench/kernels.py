@@ -72,6 +72,8 @@ SHAPES = {  # length, batch, width, inner, dtype
         "causal_conv1d": ((2048, 8, 3072, 4, "bfloat16"),),
         "mamba_step": ((1, 1, 1536, 16, "bfloat16"), (1, 64, 1536, 16, "bfloat16")),
         "attention": ((2048, 8, 24, 64, "bfloat16"),),
+        "add_rms_norm": ((2048, 8, 768, 0, "bfloat16"),),
+        "swiglu": ((2048, 8, 2048, 0, "bfloat16"),),
         "fft_conv": ((2048, 8, 768, 0, "bfloat16"),),
         "s4d_kernel": ((2048, 1, 768, 32, "float32"),),
         "dplr_kernel": ((2048, 1, 768, 32, "float32"),),
@@ -84,6 +86,8 @@ SHAPES = {  # length, batch, width, inner, dtype
         "causal_conv1d": ((512, 2, 128, 4, "float32"),),
         "mamba_step": ((1, 8, 128, 16, "float32"),),
         "attention": ((512, 2, 4, 32, "float32"),),
+        "add_rms_norm": ((512, 2, 128, 0, "float32"),),
+        "swiglu": ((512, 2, 344, 0, "float32"),),
         "fft_conv": ((512, 2, 128, 0, "float32"),),
         "s4d_kernel": ((512, 1, 128, 32, "float32"),),
         "dplr_kernel": ((512, 1, 128, 32, "float32"),),
@@ -362,6 +366,40 @@ def _attention() -> Op:
     return Op(IMPLS[1:], inputs, lambda case, t: attention(*t, impl=case.impl), check, work, "BLHP")
 
 
+def _add_rms_norm() -> Op:
+    from seqmix_kernels.add_rms_norm import IMPLS, add_rms_norm
+
+    def inputs(case, normal, dtype):
+        wide = (case.batch, case.length, case.width)
+        return normal(*wide), normal(*wide).to(dtype), normal(case.width).to(dtype)
+
+    def check(tensors, n):
+        x, y, weight = (t.double() for t in tensors)
+        return n[:1, :PIECE], add_rms_norm(x[:1, :PIECE], y[:1, :PIECE], weight, impl="reference")[1]
+
+    def work(case, size):
+        once = case.batch * case.length * case.width * (8 + 2 * size)  # x, s, y, n
+        return Work(once), Work(2 * once)  # backward: s and the gradients of x, y, n
+
+    return Op(IMPLS[1:], inputs, lambda case, t: add_rms_norm(*t, impl=case.impl)[1], check, work, "BLD")
+
+
+def _swiglu() -> Op:
+    from seqmix_kernels.swiglu import IMPLS, swiglu
+
+    def inputs(case, normal, dtype):
+        return (normal(case.batch, case.length, 2 * case.width).to(dtype),)
+
+    def check(tensors, a):
+        return a[:1, :PIECE], swiglu(tensors[0][:1, :PIECE].double(), impl="reference")
+
+    def work(case, size):
+        numbers = case.batch * case.length * case.width
+        return Work(3 * numbers * size, 0, numbers), Work(8 * numbers * size, 0, 2 * numbers)
+
+    return Op(IMPLS[1:], inputs, lambda case, t: swiglu(*t, impl=case.impl), check, work, "BLH")
+
+
 def _fft_conv() -> Op:
     from seqmix_kernels.fft_conv import IMPLS, fft_conv
 
@@ -461,6 +499,8 @@ OPS: dict[str, Op] = {
     "causal_conv1d": _conv(),
     "mamba_step": _step(),
     "attention": _attention(),
+    "add_rms_norm": _add_rms_norm(),
+    "swiglu": _swiglu(),
     "fft_conv": _fft_conv(),
     "s4d_kernel": _s4_kernel("s4d_kernel"),
     "dplr_kernel": _s4_kernel("dplr_kernel"),

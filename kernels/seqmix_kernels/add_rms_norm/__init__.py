@@ -1,0 +1,5 @@
+"""The residual addition and the RMSNorm after it, in one pass. `which_impl` says what "auto" takes and why."""
+
+from .op import IMPLS, add_rms_norm, which_impl
+
+__all__ = ["IMPLS", "add_rms_norm", "which_impl"]

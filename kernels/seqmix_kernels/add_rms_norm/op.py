@@ -1,0 +1,107 @@
+"""The public operator: its contract, the choice of an implementation.
+
+    s = x + y          r = 1 / sqrt(mean(s²) + eps)          n = s r weight
+
+(RMSNorm: Zhang & Sennrich 2019, eq. 4.) A pre-norm block computes this between every two of its parts. The gradients, with
+g = ∂n weight, are
+
+    ∂x = ∂y = ∂s + r (g - s r² mean(g s))          ∂weight = Σ over rows of ∂n s r
+
+The kernels read x and y once and write s and n once; the backward reads s, ∂s and ∂n once and writes ∂x and ∂y once. It needs
+s, which the rest of the model holds, and r, one float32 per row; n is not kept.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IMPLS = ("auto", "reference", "fused")
+
+
+def add_rms_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float = 1e-5, impl: str = "auto") -> tuple[Tensor, Tensor]:
+    """The sum s = x + y and its RMSNorm n = s / sqrt(mean(s²) + eps) * weight, over the last dimension.
+
+    Args:
+        x: (..., D), the residual stream, any strides, any float dtype.
+        y: (..., D) like x, what is added to it, any float dtype; None adds nothing.
+        weight: (D,), any float dtype.
+        eps: at least 0.
+        impl: one of IMPLS; "auto" takes what `which_impl` answers.
+
+    Returns:
+        s (..., D) in x's dtype; without y it has the memory of x, and must not be modified in place.
+        n (..., D), computed from s in float32 (float64 where x is): in the autocast dtype where autocast is enabled for x's
+        device and x is not float64, else in weight's dtype.
+        Both are differentiable once, in x, y and weight.
+
+    Raises:
+        ValueError: a shape, dtype, device or name that does not fit, or an implementation that cannot run here.
+    """
+    if x.dim() == 0 or not x.is_floating_point():
+        raise ValueError(f"x must be (..., D) and real; got shape {tuple(x.shape)}, {x.dtype}")
+    for name, t, shape in (("y", y, x.shape), ("weight", weight, x.shape[-1:])):
+        if t is not None and (t.shape != shape or not t.is_floating_point() or t.device != x.device):
+            raise ValueError(
+                f"{name} must be {tuple(shape)} and real, on {x.device} like x; got shape {tuple(t.shape)}, {t.dtype} "
+                f"on {t.device}"
+            )
+    if not eps >= 0:
+        raise ValueError(f"eps must be at least 0; got {eps!r}")
+    if impl == "auto":
+        impl, _ = which_impl(x, y, weight)
+    elif impl not in IMPLS:
+        raise ValueError(f"impl must be one of {', '.join(IMPLS)}; got {impl!r}")
+    elif impl == "fused" and (reason := why_not(x, y, weight)):
+        raise ValueError(f"impl='fused' cannot run here: {reason}")
+    dtype = weight.dtype
+    if x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+    if impl == "fused":
+        return _AddRMSNorm.apply(x, y, weight, eps, dtype)
+    return reference(x, y, weight, eps, dtype)
+
+
+def reference(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    s = x if y is None else (x + y).to(x.dtype)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return s, F.rms_norm(s.to(wide), weight.shape, weight.to(wide), eps).to(dtype)
+
+
+def which_impl(x: Tensor, y: Tensor | None, weight: Tensor) -> tuple[str, str]:
+    """What "auto" takes for tensors like these, and why: ("fused", "fused GPU kernels")."""
+    if torch.compiler.is_compiling():
+        return "reference", "torch.compile fuses it by itself"
+    reason = why_not(x, y, weight)
+    return ("fused", "fused GPU kernels") if reason is None else ("reference", f"fused cannot run: {reason}")
+
+
+def why_not(x: Tensor, y: Tensor | None, weight: Tensor) -> str | None:
+    """Why the kernels cannot run on tensors like these; None if they can."""
+    try:
+        from . import fused  # imports Triton, which a machine without a GPU may lack
+    except ImportError as missing:
+        return f"Triton cannot be imported ({missing})"
+    return fused.why_not(x, y, weight)
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y, weight, eps, dtype):
+        from . import fused
+
+        s, n, r = fused.forward(x, y, weight, eps, dtype)
+        ctx.save_for_backward(s, weight, r)
+        ctx.y_dtype = None if y is None else y.dtype
+        ctx.set_materialize_grads(False)
+        return s, n
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, ds, dn):
+        from . import fused
+
+        _, needs_y, needs_weight, *_ = ctx.needs_input_grad
+        y_dtype = ctx.y_dtype if needs_y else None
+        if dn is None:  # dy is a copy: autograd may add to a gradient in place
+            return ds, None if y_dtype is None else ds.to(y_dtype, copy=True), None, None, None
+        return *fused.backward(ds, dn, *ctx.saved_tensors, y_dtype, needs_weight), None, None

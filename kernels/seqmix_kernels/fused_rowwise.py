@@ -1,0 +1,60 @@
+"""What the operators over rows share: a tensor as rows, the tile of a program, and where their kernels run."""
+
+import math
+import os
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class Tile(NamedTuple):
+    """What a program of `warps` warps holds: `rows` rows of `columns` elements, both powers of 2."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+def tile(columns: int) -> Tile:
+    """The tile for rows of so many elements: 8 elements per thread, several rows where they are short."""
+    columns = triton.next_power_of_2(columns)
+    elements = max(1024, columns)
+    return Tile(elements // columns, columns, min(16, elements // 256))
+
+
+def rows(t: Tensor) -> Tensor:
+    """t (..., D) as (N, D) with D contiguous: a view where the strides allow it."""
+    flat = t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
+    return flat if flat.stride(1) == 1 else flat.contiguous()
+
+
+def strides(*flat: Tensor) -> tuple[int, list[int]]:
+    """A power of 2, at most 8, that divides the stride of each of these (N, D), and the strides in that unit: `start` shows
+    the compiler what every row is a multiple of, so that it may load several elements at once."""
+    unit = math.gcd(8, *(t.stride(0) for t in flat))
+    return unit, [t.stride(0) // unit for t in flat]
+
+
+@triton.jit
+def start(row, stride, UNIT: tl.constexpr):
+    """The offsets of the first elements of rows, [ROWS, 1]."""
+    return row[:, None] * stride * UNIT
+
+
+def why_not(*tensors: Tensor) -> str | None:
+    """Why no kernel over rows can run on these tensors, which share a device; None if it can."""
+    device = tensors[0].device
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        if device.type != "cpu":
+            return "Triton's interpreter is on and the tensors are not on the CPU"
+    elif device.type != "cuda":
+        return f"it needs a CUDA device, the tensors are on {device.type}"
+    elif torch.version.cuda and torch.cuda.get_device_capability(device) < (8, 0):
+        return "it needs a GPU of compute capability 8.0 or later"
+    for t in tensors:
+        if t.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"it takes float32, bfloat16 and float16, not {t.dtype}"
+    return None

@@ -1,0 +1,5 @@
+"""The gate of SwiGLU, silu(gate) * value, in one pass. `which_impl` says what "auto" takes and why."""
+
+from .op import IMPLS, swiglu, which_impl
+
+__all__ = ["IMPLS", "swiglu", "which_impl"]
