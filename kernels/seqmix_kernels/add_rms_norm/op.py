@@ -7,8 +7,8 @@ g = ∂n weight, are
 
     ∂x = ∂y = ∂s + r (g - s r² mean(g s))          ∂weight = Σ over rows of ∂n s r
 
-The kernels read x and y once and write s and n once; the backward reads s, ∂s and ∂n once and writes ∂x and ∂y once. It needs
-s, which the rest of the model holds, and r, one float32 per row; n is not kept.
+The kernels read x and y once and write s and n once; the backward reads s, ∂s and ∂n once and writes ∂x and ∂y once. Kept for
+the backward: s, as in plain torch, and r, one float32 per row; not n.
 """
 
 import torch
