@@ -15,7 +15,7 @@ ARROWS = {
     "src/seqmix/mixers/base.py": (),
     "src/seqmix/mixers": ("seqmix.mixers.base", "seqmix_kernels"),
     "src/seqmix/mixers/s4.py": ("seqmix.mixers.base", "seqmix.mixers.s4d", "seqmix_kernels"),  # one layer, another kernel
-    "src/seqmix/channel_mixers.py": (),
+    "src/seqmix/channel_mixers.py": ("seqmix_kernels",),
     "src/seqmix/model.py": ("seqmix.mixers.base", "seqmix_kernels"),
     "src/seqmix/module.py": ("seqmix.metrics", "seqmix.optim", "seqmix.sharding", "seqmix.step"),
     "src/seqmix/step.py": ("seqmix.measure", "seqmix.metrics"),

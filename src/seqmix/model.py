@@ -5,6 +5,9 @@
     x = x + channel_mixer(norm(x))              across channels, where the block has one
     logits = norm(x) Eᵀ                         (B, L, V)
 
+An addition and the norm after it are one operator (seqmix_kernels/add_rms_norm), so x is handed on beside the y that is
+still to be added to it.
+
 Initialisation. Each part initialises its own parameters where it makes them; nothing walks the finished model, so what
 a mixer set (a step size's bias, a spectrum) stays set. The backbone adds two things:
 
@@ -22,48 +25,57 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqmix.mixers.base import Mixer, State
+from seqmix_kernels import add_rms_norm as norms
+from seqmix_kernels.add_rms_norm import add_rms_norm
 from seqmix_kernels.cross_entropy import cross_entropy
 
-ModelState = tuple[State, ...]  # one a block
+ModelState = tuple[State, ...]  # one per block
 
 
-class Norm(nn.RMSNorm):
-    """Of the residual stream, in whose dtype it is computed; handed out in that of its own weight, which is what the weights
-    behind it have: so a model cast whole, `model.to(torch.bfloat16)`, runs in 16 bits without autocast."""
+class AddNorm(nn.RMSNorm):
+    """x, y -> x + y and its norm; y None adds nothing. The norm comes in the autocast dtype, without autocast in that of its
+    weight: so a model cast whole, `model.to(torch.bfloat16)`, runs in 16 bits. The sum stays in the dtype of x."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps).to(self.weight.dtype)
+    def forward(self, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(x, y, self.weight, self.eps)
 
 
 class Block(nn.Module):
-    """Residual block: a mixer along time and, where given, a mixer across channels."""
+    """Residual block: a mixer along time and, where given, a mixer across channels.
+
+    Takes the residual stream x (..., D) and a y (..., D), or None, that is still to be added to it; returns both after it.
+    """
 
     def __init__(self, d_model: int, mixer: Mixer, channel_mixer: nn.Module | None = None, dropout: float = 0.0):
         super().__init__()
-        self.norm = Norm(d_model, eps=1e-5)
+        self.norm = AddNorm(d_model, eps=1e-5)
         self.mixer = mixer
-        self.channel_norm = Norm(d_model, eps=1e-5) if channel_mixer is not None else None
+        self.channel_norm = AddNorm(d_model, eps=1e-5) if channel_mixer is not None else None
         self.channel_mixer = channel_mixer
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._across_channels(x + self.dropout(self.mixer(self.norm(x))))
+    def forward(self, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
+        x, h = self.norm(x, y)
+        return self._across_channels(x, self.dropout(self.mixer(h)))
 
     def init_state(self, batch: int) -> State:
         return self.mixer.init_state(batch)
 
-    def prefill(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        y, state = self.mixer.prefill(self.norm(x), state)
-        return self._across_channels(x + self.dropout(y)), state
+    def prefill(self, x: Tensor, y: Tensor | None, state: State) -> tuple[Tensor, Tensor, State]:
+        x, h = self.norm(x, y)
+        y, state = self.mixer.prefill(h, state)
+        return *self._across_channels(x, self.dropout(y)), state
 
-    def step(self, x_t: Tensor, state: State) -> tuple[Tensor, State]:
-        y_t, state = self.mixer.step(self.norm(x_t), state)
-        return self._across_channels(x_t + self.dropout(y_t)), state
+    def step(self, x_t: Tensor, y_t: Tensor | None, state: State) -> tuple[Tensor, Tensor, State]:
+        x_t, h_t = self.norm(x_t, y_t)
+        y_t, state = self.mixer.step(h_t, state)
+        return *self._across_channels(x_t, self.dropout(y_t)), state
 
-    def _across_channels(self, x: Tensor) -> Tensor:
+    def _across_channels(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         if self.channel_mixer is None:
-            return x
-        return x + self.dropout(self.channel_mixer(self.channel_norm(x)))
+            return x, y
+        x, h = self.channel_norm(x, y)
+        return x, self.dropout(self.channel_mixer(h))
 
 
 class SequenceModel(nn.Module):
@@ -95,7 +107,7 @@ class SequenceModel(nn.Module):
             Block(d_model, mixer(d_model=d_model), channel_mixer and channel_mixer(d_model=d_model), dropout)
             for _ in range(n_layer)
         )
-        self.norm = Norm(d_model, eps=1e-5)
+        self.norm = AddNorm(d_model, eps=1e-5)
         self._shrink_residual_projections()
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -103,18 +115,18 @@ class SequenceModel(nn.Module):
         return self.head(self.hidden(tokens))
 
     def hidden(self, tokens: Tensor) -> Tensor:
-        """tokens (B, L) -> what the last block makes of them (B, L, D): what the head reads."""
-        x = self._embed(tokens)  # (B, L, D)
+        """tokens (B, L) -> what the head reads (B, L, D)."""
+        x, y = self._embed(tokens), None  # (B, L, D)
         for block in self.blocks:
-            x = block(x)
-        return x
+            x, y = block(x, y)
+        return self.norm(x, y)[1]
 
-    def head(self, x: Tensor) -> Tensor:
+    def head(self, h: Tensor) -> Tensor:
         """(..., D) -> logits (..., V)."""
-        x, E = self.norm(x), self.embedding.weight
-        if x.is_cuda and len(E) % 8 and not torch.compiler.is_compiling():  # torch.compile pads by itself
-            return aligned_product(x, E)
-        return F.linear(x, E)
+        E = self.embedding.weight
+        if h.is_cuda and len(E) % 8 and not torch.compiler.is_compiling():  # torch.compile pads by itself
+            return aligned_product(h, E)
+        return F.linear(h, E)
 
     def score(self, tokens: Tensor, targets: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
         """How well each next token is predicted, without handing out logits.
@@ -132,22 +144,22 @@ class SequenceModel(nn.Module):
 
     def prefill(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
         """tokens (B, L), the state before them -> logits (B, L, V), the state after them. Any L >= 0."""
-        x, state = self._take_in(tokens, state)
-        return self.head(x), state
+        x, y, state = self._take_in(tokens, state)
+        return self.head(self.norm(x, y)[1]), state
 
     def prefill_last(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
         """As `prefill`, but the logits of the last token alone (B, V): all that generating needs of a prompt. L >= 1."""
-        x, state = self._take_in(tokens, state)
-        return self.head(x[:, -1]), state
+        x, y, state = self._take_in(tokens, state)
+        return self.head(self.norm(x[:, -1], y[:, -1])[1]), state
 
     def step(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
         """tokens (B,), the state before them -> logits (B, V), the state after them."""
-        x = self._embed(tokens)  # (B, D)
+        x, y = self._embed(tokens), None  # (B, D)
         after = []
         for block, block_state in zip(self.blocks, state, strict=True):
-            x, block_state = block.step(x, block_state)
+            x, y, block_state = block.step(x, y, block_state)
             after.append(block_state)
-        return self.head(x), tuple(after)
+        return self.head(self.norm(x, y)[1]), tuple(after)
 
     def kernels_used(self, batch: int, length: int, device: torch.device | None = None) -> dict[str, str]:
         """What computes each operator over (batch, length) tokens under the autocast and gradient mode of the caller, and why.
@@ -161,7 +173,8 @@ class SequenceModel(nn.Module):
             dtype = torch.get_autocast_dtype(device.type)
         number = torch.empty((), dtype=dtype, device=device, requires_grad=torch.is_grad_enabled())
         x = number.expand(batch, length, E.shape[1])  # one number: what is in it is not looked at
-        return {op: what for block in self.blocks for op, what in block.mixer.kernels_used(x).items()}
+        used = {op: what for block in self.blocks for op, what in block.mixer.kernels_used(x).items()}
+        return used | {"add_rms_norm": "{} ({})".format(*norms.which_impl(x, None, self.norm.weight))}
 
     @torch.no_grad()
     def generate(
@@ -203,14 +216,14 @@ class SequenceModel(nn.Module):
                 module.training = mode
         return torch.cat(out, dim=1)
 
-    def _take_in(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
-        """tokens (B, L) -> what the last block makes of them (B, L, D), the state after them."""
-        x = self._embed(tokens)  # (B, L, D)
+    def _take_in(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, Tensor | None, ModelState]:
+        """tokens (B, L) -> the residual stream (B, L, D), what is to be added to it, and the state after them."""
+        x, y = self._embed(tokens), None  # (B, L, D)
         after = []
         for block, block_state in zip(self.blocks, state, strict=True):
-            x, block_state = block.prefill(x, block_state)
+            x, y, block_state = block.prefill(x, y, block_state)
             after.append(block_state)
-        return x, tuple(after)
+        return x, y, tuple(after)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
