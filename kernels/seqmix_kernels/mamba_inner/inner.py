@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..product import product
+
 
 class Given(NamedTuple):
     """The tensors of a call, in the order of the registered op."""
@@ -121,7 +123,7 @@ def backward(
     din_proj = torch.empty_like(g.in_proj, memory_format=torch.contiguous_format)
     din_bias = None if g.in_bias is None else torch.empty_like(g.in_bias)
     for half, d in ((slice(width), dx), (slice(width, None), dz)):
-        _product(_rows(d).t(), _rows(g.u), din_proj[half])
+        product(_rows(d).t(), _rows(g.u), din_proj[half])
         if din_bias is not None:
             din_bias[half] = _sum(d, din_bias)
     return (
@@ -156,18 +158,8 @@ def _rows(t: Tensor) -> Tensor:
 def _weights(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """∂W and ∂b of y = x Wᵀ + b, in their dtypes."""
     dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
-    _product(_rows(dy).t(), _rows(x), dweight)
+    product(_rows(dy).t(), _rows(x), dweight)
     return dweight, None if bias is None else _sum(dy, bias)
-
-
-def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """a b into `out`, whose dtype may be wider: the sums are in float32 as it is, and need not be rounded to 16 bits."""
-    if out.dtype == b.dtype:
-        torch.mm(a, b, out=out)
-    elif a.is_cuda and torch.version.cuda:
-        torch.mm(a, b, out_dtype=out.dtype, out=out)
-    else:
-        out.copy_(a @ b)
 
 
 def _sum(dy: Tensor, bias: Tensor) -> Tensor:
