@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int16: "i16", torch.int64: "i64",
-         torch.int32: "i32", torch.int8: "i8"}  # fmt: skip
+         torch.int32: "i32", torch.int8: "i8", torch.bool: "i1"}  # fmt: skip
 
 
 class Recorder:

@@ -1,5 +1,6 @@
-"""The loss of each token from its logits, without a float32 copy of them. `which_impl` says what "auto" takes and why."""
+"""The loss of each token, from hidden states with one tensor of logits, or from logits. `which_impl` says what "auto" takes and
+why."""
 
-from .op import IMPLS, cross_entropy, which_impl
+from .op import IMPLS, cross_entropy, linear_cross_entropy, which_impl
 
-__all__ = ["IMPLS", "cross_entropy", "which_impl"]
+__all__ = ["IMPLS", "cross_entropy", "linear_cross_entropy", "which_impl"]

@@ -1,7 +1,8 @@
 """The loss of each token and the gradient of its logits, in plain Triton; op.py has the equations.
 
-A program of the forward walks one token's logits once, keeping the largest so far and Σ exp(l - largest). A program of the
-backward makes one block of one token's gradient.
+A program takes a tile of ROWS tokens by BLOCK logits: many tokens where the vocabulary is small, one where it is large. In the
+forward it walks the logits of its tokens once, keeping the largest so far and Σ exp(l - largest). In the backward it makes the
+gradient of one tile. Logits of tokens that are not scored are never read.
 """
 
 import os
@@ -13,79 +14,135 @@ from torch import Tensor
 
 from ..launch import launch
 
-BLOCK, WARPS = 8192, 8  # logits of a program at a time
+BLOCK = 8192  # logits of one token that a program takes at a time
+TILE = 2048  # logits of several tokens
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit(do_not_specialize=["V"])
-def loss_kernel(x_ptr, t_ptr, loss_ptr, sum_ptr, V, sxt, sxv, st, IGNORE: tl.constexpr, BLOCK: tl.constexpr):
-    t = tl.program_id(0).to(tl.int64)
+@triton.jit
+def targets_of(t_ptr, t, T, st, IGNORE: tl.constexpr):
+    """The targets of tokens t, and which of them are scored."""
+    target = tl.load(t_ptr + t * st, mask=t < T, other=0).to(tl.int64)
+    return target, (t < T) & (target != IGNORE)
+
+
+@triton.jit
+def logits_of(row, v, scored, width, sxv):
+    """(ROWS, BLOCK) in float32; undefined for tokens that are not scored and for columns v >= width. The mask compares with
+    width, not V: where it is a multiple of 16 the loads are of 16 bytes."""
+    return tl.load(row[:, None] + v.to(tl.int64) * sxv, mask=scored[:, None] & (v < width)).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["T", "V"])
+def loss_kernel(
+    x_ptr, t_ptr, loss_ptr, sum_ptr, right_ptr, T, V, width, sxt, sxv, st,
+    IGNORE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    block = tl.arange(0, BLOCK)[None, :]
+    target, scored = targets_of(t_ptr, t, T, st, IGNORE)
     row = x_ptr + t * sxt
-    largest = tl.full([], -float("inf"), tl.float32)
-    total = tl.full([], 0.0, tl.float32)
-    for v0 in range(0, V, BLOCK):
-        v = v0 + tl.arange(0, BLOCK).to(tl.int64)
-        x = tl.load(row + v * sxv, mask=v < V, other=-float("inf")).to(tl.float32)  # exp(-inf) adds nothing
-        new = tl.maximum(largest, tl.max(x, axis=0))
+    # a target that is no class is read nowhere and gives NaN
+    valid = scored & (target >= 0) & (target < V)
+    here = tl.load(row + target * sxv, mask=valid, other=float("nan")).to(tl.float32)
+    largest = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.full([ROWS], 0.0, tl.float32)
+    for v0 in range(0, tl.where(tl.max(scored.to(tl.int32), axis=0) > 0, V, 0), BLOCK):
+        x = logits_of(row, v0 + block, scored, width, sxv)
+        if v0 + BLOCK > V:
+            x = tl.where(v0 + block < V, x, -float("inf"))  # exp(-inf) adds nothing
+        new = tl.maximum(largest, tl.max(x, axis=1))
         known = tl.where(new == -float("inf"), 0.0, new)  # all -inf so far: no inf - inf
-        total = total * tl.exp2((largest - known) * LOG2E) + tl.sum(tl.exp2((x - known) * LOG2E), axis=0)
+        total = total * tl.exp2((largest - known) * LOG2E) + tl.sum(tl.exp2((x - known[:, None]) * LOG2E), axis=1)
         largest = new
     log_sum = largest + tl.log2(total) * LN2
-    target = tl.load(t_ptr + t * st).to(tl.int64)
-    scored = target != IGNORE
-    # a target that is no class is read nowhere and gives NaN
-    here = tl.load(row + target * sxv, mask=(target >= 0) & (target < V), other=float("nan")).to(tl.float32)
-    tl.store(sum_ptr + t, log_sum)
-    tl.store(loss_ptr + t, tl.where(scored, log_sum - here, 0.0))
+    loss = log_sum - here
+    # of several largest logits the first counts: where the target has the largest, those before it are read again
+    before = tl.where(here == largest, target, 0).to(tl.int32)
+    tied = tl.zeros([ROWS], tl.int32)
+    for v0 in range(0, tl.max(before, axis=0), BLOCK):
+        x = logits_of(row, v0 + block, scored, width, sxv)
+        tied = tl.maximum(tied, tl.max(((x == largest[:, None]) & (v0 + block < before[:, None])).to(tl.int32), axis=1))
+    tl.store(loss_ptr + t, tl.where(scored, loss, 0.0), mask=t < T)
+    tl.store(sum_ptr + t, tl.where(loss == loss, log_sum, loss), mask=t < T)  # a NaN loss has NaN gradients
+    tl.store(right_ptr + t, (here == largest) & (tied == 0) & (loss == loss), mask=t < T)
 
 
-@triton.jit(do_not_specialize=["V"])
+@triton.jit(do_not_specialize=["T", "V"])
 def gradient_kernel(
-    d_ptr, x_ptr, t_ptr, sum_ptr, dx_ptr, V, sd, sxt, sxv, st, IGNORE: tl.constexpr, BLOCK: tl.constexpr
-):
-    t = tl.program_id(0).to(tl.int64)
-    v = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    target = tl.load(t_ptr + t * st).to(tl.int64)
-    d = tl.load(d_ptr + t * sd)
-    x = tl.load(x_ptr + t * sxt + v * sxv, mask=v < V, other=0.0).to(tl.float32)
-    p = tl.exp2((x - tl.load(sum_ptr + t)) * LOG2E)
-    dx = tl.where(target != IGNORE, d * (p - tl.where(v == target, 1.0, 0.0)), 0.0)
-    tl.store(dx_ptr + t * V + v, dx.to(dx_ptr.dtype.element_ty), mask=v < V)
+    d_ptr, x_ptr, t_ptr, sum_ptr, dx_ptr, T, V, width, sd, sxt, sxv, st, sdx,
+    IGNORE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    target, scored = targets_of(t_ptr, t, T, st, IGNORE)
+    d = tl.load(d_ptr + t * sd, mask=scored, other=0.0)[:, None]  # a token that is not scored: 0, whatever its d
+    log_sum = tl.load(sum_ptr + t, mask=scored, other=0.0)[:, None]
+    x = logits_of(x_ptr + t * sxt, v, scored, width, sxv)
+    p = tl.where(scored[:, None] & (v < V), tl.exp2((x - log_sum) * LOG2E), 0.0)
+    dx = d * (p - tl.where(v == target[:, None], 1.0, 0.0))
+    # dx may be x: every logit of the tile has been read
+    tl.store(dx_ptr + (t * sdx)[:, None] + v, dx.to(dx_ptr.dtype.element_ty), mask=(t < T)[:, None] & (v < width))
 
 
-def why_not(logits: Tensor) -> str | None:
+def why_not(x: Tensor) -> str | None:
     if os.environ.get("TRITON_INTERPRET") == "1":
-        if logits.device.type != "cpu":
-            return "Triton's interpreter is on and the logits are not on the CPU"
-    elif logits.device.type != "cuda":
-        return f"it needs a CUDA device, the logits are on {logits.device.type}"
-    if logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"it takes float32, bfloat16 and float16, not {logits.dtype}"
+        if x.device.type != "cpu":
+            return "Triton's interpreter is on and the tensors are not on the CPU"
+    elif x.device.type != "cuda":
+        return f"it needs a CUDA device, the tensors are on {x.device.type}"
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"it takes float32, bfloat16 and float16, not {x.dtype}"
     return None
 
 
-def forward(logits: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """The loss and log Σ exp of each token, (T,) float32."""
-    losses, log_sums = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(2))
-    if logits.numel():
-        launch(
-            loss_kernel, (len(logits),),
-            (logits, targets, losses, log_sums, logits.shape[1], *logits.stride(), targets.stride(0)),
-            dict(IGNORE=ignore_index, BLOCK=min(BLOCK, triton.next_power_of_2(logits.shape[1]))), dict(num_warps=WARPS),
-        )  # fmt: skip
-    return losses, log_sums
+def padded(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """weight (V, D) in `dtype` with rows of zeros below, so that rows of logits start at multiples of 32 bytes. To any other
+    cuBLAS has only its slowest kernels. A small V stays small; a large one is rounded up to whole tiles of a product."""
+    V, D = weight.shape
+    pad = -V % (16 if V < 1024 else 64)
+    if pad == 0 and weight.dtype == dtype:
+        return weight
+    wide = weight.new_empty(V + pad, D, dtype=dtype)
+    wide[:V].copy_(weight)
+    wide[V:].zero_()
+    return wide
 
 
-def backward(dlosses: Tensor, logits: Tensor, targets: Tensor, log_sums: Tensor, ignore_index: int) -> Tensor:
-    """The gradient of the logits (T, V), in their dtype."""
-    tokens, size = logits.shape
-    dlogits = logits.new_empty(tokens, size)
-    if logits.numel():
-        block = min(BLOCK, triton.next_power_of_2(size))
+def forward(logits: Tensor, targets: Tensor, ignore_index: int, classes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss of each token and its log Σ exp, (T,) float32, and whether the target is the first choice, (T,) bool, of the
+    first `classes` columns of the logits."""
+    tokens, width = logits.shape
+    losses, log_sums = (logits.new_empty(tokens, dtype=torch.float32) for _ in range(2))
+    right = logits.new_empty(tokens, dtype=torch.bool)
+    if tokens:
+        tile, options = _tile(width)
         launch(
-            gradient_kernel, (tokens, triton.cdiv(size, block)),
-            (dlosses, logits, targets, log_sums, dlogits, size, dlosses.stride(0), *logits.stride(), targets.stride(0)),
-            dict(IGNORE=ignore_index, BLOCK=block), dict(num_warps=WARPS),
+            loss_kernel, (triton.cdiv(tokens, tile["ROWS"]),),
+            (logits, targets, losses, log_sums, right, tokens, classes, width, *logits.stride(), targets.stride(0)),
+            dict(IGNORE=ignore_index) | tile, options,
         )  # fmt: skip
-    return dlogits
+    return losses, log_sums, right
+
+
+def backward(
+    dlosses: Tensor, logits: Tensor, targets: Tensor, log_sums: Tensor, ignore_index: int, classes: int, out: Tensor
+) -> None:
+    """The gradient of the logits into `out`, of their shape, contiguous; it may be the logits themselves. Zeros where the
+    target is ignored and in columns past `classes`."""
+    tokens, width = logits.shape
+    if logits.numel():
+        tile, options = _tile(width)
+        launch(
+            gradient_kernel, (triton.cdiv(tokens, tile["ROWS"]), triton.cdiv(width, tile["BLOCK"])),
+            (dlosses, logits, targets, log_sums, out, tokens, classes, width,
+             dlosses.stride(0), *logits.stride(), targets.stride(0), width),
+            dict(IGNORE=ignore_index) | tile, options,
+        )  # fmt: skip
+
+
+def _tile(width: int) -> tuple[dict, dict]:
+    block = min(BLOCK, max(16, triton.next_power_of_2(width)))
+    rows = max(1, TILE // block)
+    return dict(ROWS=rows, BLOCK=block), dict(num_warps=8 if rows * block > TILE else 4)

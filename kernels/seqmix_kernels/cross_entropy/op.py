@@ -1,49 +1,87 @@
-"""The public operator: its contract, the choice of an implementation.
+"""The public operators: their contracts, the choice of an implementation.
 
-    loss_t = log Σ_v exp(l_tv) - l_{t, target_t}          ∂l_tv = ∂loss_t (exp(l_tv - log Σ) - [v = target_t])
+    l_tv   = Σ_d x_td W_vd                                         (linear_cross_entropy)
+    loss_t = log Σ_v exp(l_tv) - l_{t, target_t}                   ∂l_tv = ∂loss_t (exp(l_tv - log Σ) - [v = target_t])
 
 With V = 50,000 the logits are the largest tensor of a small language model. In plain torch the loss makes three more of them
-in float32 (the logits, their log-softmax, its gradient): 14 bytes an element at the peak beside the 2 of bfloat16 logits.
-The kernels read the logits twice, forward and backward, and write their gradient: 2 bytes an element more. Kept for the
-backward: the logits, which the caller has, and log Σ, one float32 a token.
+in float32 (the logits, their log-softmax, its gradient): 14 bytes per element at the peak beside the 2 of bfloat16 logits.
+The kernels read the logits twice, forward and backward, and write their gradient: 2 bytes per element more, or none where the
+operator made the logits itself and may overwrite them.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..product import product
+
 IMPLS = ("auto", "reference", "fused")
 
 
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100, impl: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """-log softmax(x weightᵀ)[target] per token, and whether the target is the model's first choice.
+
+    Args:
+        x: (T, D), any strides: hidden states.
+        weight: (V, D), any strides: the output embedding.
+        targets: (T,) integers in 0 .. V-1, or ignore_index.
+        impl: one of IMPLS; "auto" is what `which_impl` answers for x.
+
+    Returns:
+        losses (T,) float32 (float64 where x is): 0 where the target is ignore_index. Differentiable in x and weight. "fused"
+        overwrites its logits with their gradient: a second backward through the same graph is a RuntimeError, and
+        create_graph=True a NotImplementedError.
+        right (T,) bool: the target has the largest logit, and no class before it has the same; False where the target is
+        ignore_index or the loss is NaN.
+
+    Under autocast x and weight are cast to the autocast dtype, unless one of them is float64. Gradients have the dtypes of x
+    and weight.
+
+    Raises:
+        ValueError: a shape, dtype, device or name that does not fit, or an implementation that cannot run here.
+    """
+    if not (x.dim() == weight.dim() == 2 and x.shape[1] == weight.shape[1]):
+        raise ValueError(f"x must be (T, D) and weight (V, D); got shapes {tuple(x.shape)} and {tuple(weight.shape)}")
+    if not (x.is_floating_point() and weight.is_floating_point()) or x.device != weight.device:
+        raise ValueError(
+            f"x and weight must be real and on one device; got {x.dtype} on {x.device} and {weight.dtype} on {weight.device}"
+        )
+    _check_targets(targets, "x", x)
+    device, dtype = x.device.type, x.dtype
+    if torch.is_autocast_enabled(device) and torch.float64 not in (dtype, weight.dtype):
+        dtype = torch.get_autocast_dtype(device)
+    elif weight.dtype != dtype:
+        raise ValueError(f"x and weight must share a dtype, where autocast casts neither; got {dtype} and {weight.dtype}")
+    impl = _choose(x, impl)
+    with torch.autocast(device, enabled=False):
+        if impl == "fused":
+            return _LinearCrossEntropy.apply(x.to(dtype), weight, targets, ignore_index)
+        logits = F.linear(x.to(dtype), weight.to(dtype))
+        losses = reference(logits, targets, ignore_index)
+        right = (logits.argmax(-1) == targets) & (targets != ignore_index) & ~losses.isnan()
+        return losses, right
+
+
 def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100, impl: str = "auto") -> Tensor:
-    """-log softmax(logits)[target], a token.
+    """-log softmax(logits)[target] per token, of logits that the caller has.
 
     Args:
         logits: (T, V), any strides, any float dtype; the sums are in float32 (float64 where the logits are).
         targets: (T,) integers in 0 .. V-1, or ignore_index.
-        impl: one of IMPLS; "auto" is what `which_impl` answers.
+        impl: one of IMPLS; "auto" is what `which_impl` answers for the logits.
 
     Returns:
-        (T,) float32 (float64): 0 where the target is ignore_index. Differentiable in the logits, once.
+        (T,) float32 (float64): 0 where the target is ignore_index. Differentiable in the logits, by "fused" once.
 
     Raises:
         ValueError: a shape, dtype, device or name that does not fit, or an implementation that cannot run here.
     """
     if logits.dim() != 2 or not logits.is_floating_point():
         raise ValueError(f"logits must be (T, V) and real; got shape {tuple(logits.shape)}, {logits.dtype}")
-    whole = not (targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool)
-    if targets.shape != logits.shape[:1] or not whole or targets.device != logits.device:
-        raise ValueError(
-            f"targets must be ({len(logits)},) integers on {logits.device} like logits; got shape {tuple(targets.shape)}, "
-            f"{targets.dtype} on {targets.device}"
-        )
-    if impl == "auto":
-        impl, _ = which_impl(logits)
-    elif impl not in IMPLS:
-        raise ValueError(f"impl must be one of {', '.join(IMPLS)}; got {impl!r}")
-    elif impl == "fused" and (reason := why_not(logits)):
-        raise ValueError(f"impl='fused' cannot run here: {reason}")
-    if impl == "fused":
+    _check_targets(targets, "logits", logits)
+    if _choose(logits, impl) == "fused":
         return _CrossEntropy.apply(logits, targets, ignore_index)
     return reference(logits, targets, ignore_index)
 
@@ -53,21 +91,79 @@ def reference(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
     return F.cross_entropy(wide, targets.long(), ignore_index=ignore_index, reduction="none")
 
 
-def which_impl(logits: Tensor) -> tuple[str, str]:
-    """What "auto" takes for logits like these, and why: ("fused", "fused GPU kernels")."""
+def which_impl(x: Tensor) -> tuple[str, str]:
+    """What "auto" takes for hidden states or logits like these, and why: ("fused", "fused GPU kernels")."""
     if torch.compiler.is_compiling():
         return "reference", "torch.compile fuses it by itself"
-    reason = why_not(logits)
+    reason = why_not(x)
     return ("fused", "fused GPU kernels") if reason is None else ("reference", f"fused cannot run: {reason}")
 
 
-def why_not(logits: Tensor) -> str | None:
-    """Why the kernels cannot run on logits like these; None if they can."""
+def why_not(x: Tensor) -> str | None:
+    """Why the kernels cannot run on hidden states or logits like these; None if they can."""
     try:
         from . import fused  # imports Triton, which a machine without a GPU may lack
     except ImportError as missing:
         return f"Triton cannot be imported ({missing})"
-    return fused.why_not(logits)
+    return fused.why_not(x)
+
+
+def _choose(x: Tensor, impl: str) -> str:
+    if impl not in IMPLS:
+        raise ValueError(f"impl must be one of {', '.join(IMPLS)}; got {impl!r}")
+    if impl == "fused" and (reason := why_not(x)):
+        raise ValueError(f"impl='fused' cannot run here: {reason}")
+    return which_impl(x)[0] if impl == "auto" else impl
+
+
+def _check_targets(targets: Tensor, name: str, x: Tensor) -> None:
+    whole = not (targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool)
+    if targets.shape != x.shape[:1] or not whole or targets.device != x.device:
+        raise ValueError(
+            f"targets must be ({len(x)},) integers on {x.device} like {name}; got shape {tuple(targets.shape)}, "
+            f"{targets.dtype} on {targets.device}"
+        )
+
+
+def _refuse_twice(name: str) -> None:
+    """once_differentiable would not notice that gradients depend on x, weight or logits, where ∂loss is a constant."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError(f"{name} is differentiable once, not with create_graph=True; impl='reference' is, twice")
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, targets, ignore_index):
+        from . import fused
+
+        rows = fused.padded(weight, x.dtype)
+        logits = F.linear(x, rows)
+        losses, log_sums, right = fused.forward(logits, targets, ignore_index, len(weight))
+        ctx.save_for_backward(x, rows, targets, log_sums, logits)
+        ctx.ignore_index, ctx.size, ctx.dtype, ctx.overwritten = ignore_index, weight.shape, weight.dtype, False
+        return losses, right
+
+    @staticmethod
+    def backward(ctx, dlosses, _):
+        from . import fused
+
+        _refuse_twice("linear_cross_entropy")
+        x, rows, targets, log_sums, logits = ctx.saved_tensors
+        if ctx.overwritten:
+            raise RuntimeError(
+                "linear_cross_entropy can run backward once: the logits it kept were overwritten by their gradient. "
+                "Ask for all gradients in one backward, or call it again."
+            )
+        ctx.overwritten = True
+        fused.backward(dlosses, logits, targets, log_sums, ctx.ignore_index, ctx.size[0], out=logits)
+        dx = dweight = None
+        with torch.autocast(x.device.type, enabled=False):
+            if ctx.needs_input_grad[0]:
+                dx = logits @ rows
+            if ctx.needs_input_grad[1]:
+                dweight = x.new_empty(ctx.size, dtype=ctx.dtype)
+                product(logits[:, : ctx.size[0]].t(), x, dweight)
+        return dx, dweight, None, None
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -75,14 +171,17 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx, logits, targets, ignore_index):
         from . import fused
 
-        losses, log_sums = fused.forward(logits, targets, ignore_index)
+        losses, log_sums, _ = fused.forward(logits, targets, ignore_index, logits.shape[1])
         ctx.save_for_backward(logits, targets, log_sums)
         ctx.ignore_index = ignore_index
         return losses
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dlosses):
         from . import fused
 
-        return fused.backward(dlosses, *ctx.saved_tensors, ctx.ignore_index), None, None
+        _refuse_twice("cross_entropy")
+        logits, targets, log_sums = ctx.saved_tensors
+        dlogits = logits.new_empty(logits.shape)
+        fused.backward(dlosses, logits, targets, log_sums, ctx.ignore_index, logits.shape[1], out=dlogits)
+        return dlogits, None, None
