@@ -35,7 +35,7 @@ LONG = 16384
 
 class Case(NamedTuple):
     """op and impl by name; length, batch; width and inner: D and N of a scan, D and W of a convolution, heads and their
-    width of attention, D and modes of an S4 kernel."""
+    width of attention, D and modes of an S4 kernel, classes V of a loss and the width M of the model before it."""
 
     op: str
     impl: str
@@ -80,6 +80,7 @@ SHAPES = {  # length, batch, width, inner, dtype
         "s4_step": ((1, 1, 768, 32, "bfloat16"), (1, 64, 768, 32, "bfloat16")),
         "s4d_step": ((1, 1, 768, 32, "bfloat16"), (1, 64, 768, 32, "bfloat16")),
         "cross_entropy": ((16384, 1, 50277, 0, "bfloat16"),),
+        "linear_cross_entropy": ((16384, 1, 50277, 768, "bfloat16"),),
     },
     "cpu": {
         "selective_scan": ((512, 2, 128, 16, "float32"),),
@@ -94,6 +95,7 @@ SHAPES = {  # length, batch, width, inner, dtype
         "s4_step": ((1, 8, 128, 32, "float32"),),
         "s4d_step": ((1, 8, 128, 32, "float32"),),
         "cross_entropy": ((512, 1, 1000, 0, "float32"),),
+        "linear_cross_entropy": ((512, 1, 1000, 128, "float32"),),
     },
 }
 PEERS = {"selective_scan": "mamba_ssm", "causal_conv1d": "causal_conv1d"}  # by op: module of another's kernel
@@ -489,6 +491,27 @@ def _cross_entropy() -> Op:
     return Op(IMPLS[1:], inputs, lambda case, t: cross_entropy(*t, impl=case.impl), check, work, "LV")
 
 
+def _linear_cross_entropy() -> Op:
+    from seqmix_kernels.cross_entropy import IMPLS, linear_cross_entropy
+
+    def inputs(case, normal, dtype):
+        x, weight = (normal(rows, case.inner).to(dtype) for rows in (case.length, case.width))
+        return x, weight * case.inner**-0.5, torch.arange(case.length, device=x.device) % case.width
+
+    def check(tensors, losses):
+        x, weight, targets = tensors
+        want, _ = linear_cross_entropy(x[:PIECE].double(), weight.double(), targets[:PIECE], impl="reference")
+        return losses[:PIECE], want
+
+    def work(case, size):
+        given, logits = (case.length + case.width) * case.inner * size, case.length * case.width
+        flops = 2 * logits * case.inner
+        # three products, not four: keeping the logits for the backward takes less time than computing them again
+        return Work(given, flops, logits), Work(3 * given, 3 * flops, 2 * logits)
+
+    return Op(IMPLS[1:], inputs, lambda case, t: linear_cross_entropy(*t, impl=case.impl)[0], check, work, "LVM")
+
+
 def _call(module: object, name: str) -> Callable:
     """A function, or that of the same name in the module that was imported in its place."""
     return module if callable(module) else getattr(module, name)
@@ -507,4 +530,5 @@ OPS: dict[str, Op] = {
     "s4_step": _s4_step(low_rank=True),
     "s4d_step": _s4_step(low_rank=False),
     "cross_entropy": _cross_entropy(),
+    "linear_cross_entropy": _linear_cross_entropy(),
 }
