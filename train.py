@@ -57,6 +57,8 @@ for package in ("lightning.pytorch", "lightning.fabric"):  # their remarks on wh
 warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated", category=FutureWarning)
 # what is logged has been summed over the ranks already (metrics.py)
 warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True")
+# torch 2.13's FSDP says so of any view that a module hands out; nothing here changes one in place
+warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
 # our settings for submitit keep its own names, so that Hydra checks them against its schema and says so
 warnings.filterwarnings("ignore", message=r"\s*'hydra/launcher/submitit_", category=UserWarning)
 register_resolvers()

@@ -93,7 +93,8 @@ def test_once_patience_has_run_out_nothing_is_trained_and_the_first_fault_is_tol
     for _ in range(3):  # the host has not asked yet
         step(*batch())
     assert torch.equal(weight, model.weight)
-    with pytest.raises(NonFiniteError, match=r"after 12 steps: the loss \(lr 0.1, gradient norm (nan|inf); loss (nan|inf)") as caught:
+    fault = r"after 12 steps: the loss \(lr 0.1, gradient norm (nan|inf); loss (nan|inf)"
+    with pytest.raises(NonFiniteError, match=fault) as caught:
         step.check()
     assert caught.value.step == 12 and caught.value.lr == pytest.approx(0.1)
 

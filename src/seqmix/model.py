@@ -26,8 +26,9 @@ from torch import Tensor, nn
 
 from seqmix.mixers.base import Mixer, State
 from seqmix_kernels import add_rms_norm as norms
+from seqmix_kernels import cross_entropy as losses
 from seqmix_kernels.add_rms_norm import add_rms_norm
-from seqmix_kernels.cross_entropy import cross_entropy
+from seqmix_kernels.cross_entropy import linear_cross_entropy
 
 ModelState = tuple[State, ...]  # one per block
 
@@ -129,14 +130,14 @@ class SequenceModel(nn.Module):
         return F.linear(h, E)
 
     def score(self, tokens: Tensor, targets: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
-        """How well each next token is predicted, without handing out logits.
+        """How well each next token is predicted, in less memory than logits take.
 
         tokens, targets (B, L) -> losses (B, L), float32, nats, 0 where a target is ignore_index; right (B, L) bool: whether
         the target has the largest logit, False where it is ignore_index.
         """
-        logits = self(tokens)  # (B, L, V)
-        losses = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index)
-        return losses.view_as(targets), logits.argmax(-1) == targets
+        h = self.hidden(tokens)  # (B, L, D)
+        nats, right = linear_cross_entropy(h.flatten(0, 1), self.embedding.weight, targets.flatten(), ignore_index)
+        return nats.view_as(targets), right.view_as(targets)
 
     def init_state(self, batch: int) -> ModelState:
         """The state before any token, for `batch` rows."""
@@ -174,7 +175,9 @@ class SequenceModel(nn.Module):
         number = torch.empty((), dtype=dtype, device=device, requires_grad=torch.is_grad_enabled())
         x = number.expand(batch, length, E.shape[1])  # one number: what is in it is not looked at
         used = {op: what for block in self.blocks for op, what in block.mixer.kernels_used(x).items()}
-        return used | {"add_rms_norm": "{} ({})".format(*norms.which_impl(x, None, self.norm.weight))}
+        used["add_rms_norm"] = "{} ({})".format(*norms.which_impl(x, None, self.norm.weight))
+        used["linear_cross_entropy"] = "{} ({})".format(*losses.which_impl(x))
+        return used
 
     @torch.no_grad()
     def generate(

@@ -75,6 +75,7 @@ class SequenceModule(L.LightningModule):
             scaler=getattr(self.trainer.precision_plugin, "scaler", None),
             no_graph="cuda_graph=off" if self.cuda_graph == "off" else None,
             taken=self.trainer.global_step,
+            named=self._named,
         )
         self._steps = self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
 
@@ -118,6 +119,7 @@ class SequenceModule(L.LightningModule):
 
     def configure_optimizers(self) -> dict:
         optimizer = make_optimizer(self.model, self.make_optimizer, self.marks)
+        self._named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         return {
             "optimizer": optimizer,
             "lr_scheduler": self.make_scheduler(optimizer, total_steps=self.trainer.estimated_stepping_batches),

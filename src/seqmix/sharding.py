@@ -21,7 +21,6 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> None:
     units = [*model.blocks, model]  # the last takes what is left: embedding, final norm
     for unit in units:
         fully_shard(unit, mesh=mesh)
-        unit.set_gradient_divide_factor(1.0)  # gradients are added up: the loss is divided by the tokens of all ranks
         for method in ("score", "init_state", "prefill", "prefill_last", "step"):  # they gather, too
             if hasattr(unit, method):
                 register_fsdp_forward_method(unit, method)

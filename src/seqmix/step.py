@@ -54,7 +54,8 @@ class TrainingStep:
     window: takes the metrics of each step. micro_batch_size: rows computed at once, None: all. gradient_clip_val: None or 0:
     gradients are not clipped. patience: after so many bad steps in a row nothing is trained any more and `check` raises;
     None: nobody looks for bad steps, and they spoil the weights. scaler: of float16 gradients, whose overflow is then not a
-    bad step. no_graph: why steps are not to be captured, or None. taken: steps so far.
+    bad step. no_graph: why steps are not to be captured, or None. taken: steps so far. named: the parameters that the
+    optimizer trains; None: those of the model, which FSDP exchanges for whole ones while it computes with them.
     """
 
     def __init__(
@@ -69,12 +70,13 @@ class TrainingStep:
         scaler: torch.amp.GradScaler | None = None,
         no_graph: str | None = None,
         taken: int = 0,
+        named: list[tuple[str, nn.Parameter]] | None = None,
     ):
         self.model, self.optimizer, self.window = model, optimizer, window
         self.micro_batch_size, self.gradient_clip_val, self.patience = micro_batch_size, gradient_clip_val, patience
         self.scaler = scaler
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
-        self.sharded = isinstance(model, FSDPModule)  # its own hooks add gradients up over the ranks
+        self.sharded = isinstance(model, FSDPModule)  # gradients are reduced over the ranks by its own hooks
         # torch's fused optimizers do for its gradient scaler what is wanted here: they scale gradients, and skip a step
         self.skips_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
         device = next(model.parameters()).device
@@ -84,7 +86,7 @@ class TrainingStep:
         self.bad_steps = torch.zeros((), dtype=torch.int32, device=device)  # in a row; at `patience` it only grows
         # loss, lr and norms of the last step, or of the one at which patience ran out
         self.report = torch.full((2,), math.nan, device=device)
-        self.named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.named = named or [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.judged: list[str] = []  # names of those that have gradients
         self.side = torch.cuda.Stream(device) if self.no_graph is None else None
         self.seen: dict[torch.Size, int] = {}
@@ -164,8 +166,10 @@ class TrainingStep:
         for x, y in zip(inputs.split(rows), targets.split(rows), strict=True):
             losses, right = self.model.score(x, y)  # (B, L) each
             part = (losses.sum(dtype=torch.float64) / total).float()
-            (part if self.scaler is None else self.scaler.scale(part)).backward()
             loss = loss + part.detach()
+            if self.sharded:  # FSDP takes the mean over the ranks
+                part = part * self.world_size
+            (part if self.scaler is None else self.scaler.scale(part)).backward()
             self.window.update(losses.detach(), right, y)
         loss = self._over_ranks(loss)
         gradients = self._gradients()
