@@ -118,6 +118,8 @@ def train(cfg: DictConfig, folder: Path) -> dict:
             for logger in loggers:
                 logger.log_hyperparams(OmegaConf.to_container(cfg) | facts)
             trainer.fit(module, datamodule=task, ckpt_path=checkpoint, weights_only=True)
+            if checkpoint and (module.step is None or module.step.taken == module.step.first):
+                log.warning("no step was left to take: ckpt=%s has used up trainer.max_steps or trainer.max_time", checkpoint)
             if trainer.num_val_batches == [] and trainer.limit_val_batches != 0:  # it went on from its very end
                 trainer.validate(module, datamodule=task, verbose=False)
             summary |= numbers(trainer, "train/", "val/")

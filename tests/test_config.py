@@ -105,6 +105,11 @@ def test_impossible_values_are_refused_with_their_numbers(capsys, override, word
     assert all(word in message for word in words), message
 
 
+def test_float16_on_a_cpu_is_not_taken_for_bfloat16(capsys):
+    message = refused(capsys, "trainer.precision=16-mixed", "trainer.accelerator=cpu")
+    assert "16-mixed needs a GPU" in message and "bf16-mixed" in message
+
+
 def test_heads_must_divide_the_width(capsys):
     message = refused(capsys, "model=transformer", "size.d_model=100", "model.n_heads=3")
     assert "100" in message and "3" in message

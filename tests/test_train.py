@@ -2,12 +2,13 @@
 
 import json
 import os
+import re
 import signal
 
 import pytest
 import torch
 from omegaconf import OmegaConf
-from runs import CONF, SELECTIVE_COPY, metrics, names, start
+from runs import CONF, SELECTIVE_COPY, command, metrics, names, start
 
 from seqmix.config import compose_run
 from seqmix.metrics import ScoredTokens
@@ -133,6 +134,78 @@ def test_a_run_goes_on_bitwise_after_ctrl_c_at_any_moment(tmp_path, monkeypatch,
     assert saved == 4
     start(resumed, "model=lstm", *RESUME, f"ckpt={stopped}/checkpoints/last.ckpt")
     same_from(saved, whole, resumed)
+
+
+def test_a_resumed_run_trains_with_the_settings_of_its_own_config(tmp_path, caplog):
+    """Rates, decay and schedule; from the checkpoint come weights, moments and the number of steps."""
+    first = start(tmp_path / "first", "model=s4", *RESUME, "optimizer.lr=1e-2")
+    ckpt = f"ckpt={tmp_path}/first/checkpoints/step_000006.ckpt"
+    start(tmp_path / "same", "model=s4", *RESUME, "optimizer.lr=1e-2", ckpt)
+    assert "settings that differ" not in caplog.text
+    changes = ("optimizer.lr=1e-5", "optimizer.weight_decay=0", "optimizer.betas=[0.8,0.9]", "scheduler=constant")
+    start(tmp_path / "other", "model=s4", *RESUME, *changes, ckpt)
+    assert "settings that differ" in caplog.text and "initial_lr 0.01 -> 1e-05" in caplog.text
+    assert [float(lr) for lr in metrics(tmp_path / "other", "train/lr").values()] == pytest.approx([1e-5, 1e-5])
+    groups = torch.load(tmp_path / "other/checkpoints/last.ckpt", weights_only=True)["optimizer_states"][0]["param_groups"]
+    assert {(g["lr"], g["weight_decay"], tuple(g["betas"])) for g in groups} == {(1e-5, 0.0, (0.8, 0.9))}
+    assert first["status"] == "complete"
+
+
+def test_a_resumed_run_follows_the_schedule_of_its_own_length(tmp_path):
+    """Cosine over 9 steps, then over 18: from step 6 on the rate is that of a run of 18 steps."""
+    start(tmp_path / "short", "model=lstm", *RESUME)
+    start(tmp_path / "long", "model=lstm", *RESUME, "trainer.max_steps=18")
+    ckpt = f"ckpt={tmp_path}/short/checkpoints/step_000006.ckpt"
+    start(tmp_path / "longer", "model=lstm", *RESUME, "trainer.max_steps=18", ckpt)
+    want = {at: lr for at, lr in metrics(tmp_path / "long", "train/lr").items() if at > 6}
+    assert want and metrics(tmp_path / "longer", "train/lr") == want
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("seed=1", "another data: seed=0 in the checkpoint, 1 now"),
+        ("task.n_tokens=2", "another data: n_tokens=3 in the checkpoint, 2 now"),
+        ("task.batch_size=5", "24 rows, no multiple of batch_size=5"),
+    ],
+)
+def test_data_that_cannot_be_resumed_are_named_in_the_summary(tmp_path, change, said):
+    start(tmp_path / "first", "model=rnn", *RESUME)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        start(tmp_path / "other", "model=rnn", *RESUME, change, f"ckpt={tmp_path}/first/checkpoints/step_000006.ckpt")
+    assert said in json.loads((tmp_path / "other/summary.json").read_text())["error"]
+
+
+def test_a_checkpoint_that_cannot_be_resumed_is_refused_in_one_line_before_a_folder_is_made(tmp_path):
+    start(tmp_path / "first", "model=rnn", *RESUME)
+    whole = tmp_path / "first/checkpoints/step_000006.ckpt"
+    (tmp_path / "empty.ckpt").touch()
+    (tmp_path / "cut.ckpt").write_bytes(whole.read_bytes()[:3000])
+    (tmp_path / "text.ckpt").write_text("no checkpoint")
+    tries = {
+        f"ckpt={whole} trainer.max_steps=5": "has 6 steps behind it",
+        f"ckpt={whole} task.n_symbols=13": "model.embedding.weight is (16, 16) there and (15, 16) here",
+        f"ckpt={whole} model=lstm": "parameters differ",
+        **{f"ckpt={name}.ckpt": f"{name}.ckpt is damaged" for name in ("empty", "cut", "text")},
+    }
+    for line, said in tries.items():
+        done = command(tmp_path, "model=rnn", *RESUME, "logger=csv", *line.split())
+        assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert not (tmp_path / "outputs").exists()
+
+
+ANEW = ["task.eval_seed=5", "task.eval_samples=8", "callbacks.checkpoint.monitor=val/token_accuracy"]
+
+
+@pytest.mark.parametrize("change", [None, *ANEW])
+def test_the_best_so_far_is_kept_where_it_measured_the_same(tmp_path, caplog, change):
+    start(tmp_path / "first", "model=rnn", *RESUME)
+    changes = [] if change is None else [change, "callbacks.checkpoint.mode=max"] if "monitor" in change else [change]
+    ckpt = f"ckpt={tmp_path}/first/checkpoints/last.ckpt"
+    summary = start(tmp_path / "other", "model=rnn", *RESUME, *changes, "trainer.max_steps=10", ckpt)
+    best = torch.load(tmp_path / "other/checkpoints/last.ckpt", weights_only=True)["callbacks"]["BestCheckpoint"]
+    assert ("begins anew" in caplog.text) == (change is not None)
+    assert summary["best/step"] == 10 if change else best["path"].startswith(str(tmp_path))
 
 
 @pytest.mark.parametrize("rows", [2, 3])

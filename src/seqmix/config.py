@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import pickle
 import sys
 from collections.abc import Iterable
 from datetime import datetime
@@ -100,6 +101,8 @@ def check(cfg: DictConfig) -> SequenceModel:
             f"trainer.precision={cfg.trainer.precision} would keep the weights in 16 bit, which loses an update below 1/512 of "
             "a weight (in float16 1/4096); write bf16-mixed or 16-mixed"
         )
+    if str(cfg.trainer.precision) == "16-mixed" and cfg.trainer.accelerator == "cpu":
+        raise ValueError("trainer.precision=16-mixed needs a GPU: on a CPU Lightning computes in bfloat16; write bf16-mixed")
     if cfg.show not in (None, "batch"):
         raise ValueError(f"show must be null or batch, got {cfg.show!r}")
     if cfg.matmul_precision not in ("highest", "high", "medium"):
@@ -109,13 +112,34 @@ def check(cfg: DictConfig) -> SequenceModel:
     for key in ("val_check_interval", "log_every_n_steps"):
         if cfg.trainer[key] < 1:
             raise ValueError(f"trainer.{key} must be at least 1, got {cfg.trainer[key]}")
-    find_checkpoint(cfg)
     task = build(cfg.task)
     with torch.device("meta"):
         module = build_module(cfg, task)
         optimizer = make_optimizer(module.model, module.make_optimizer)
         module.make_scheduler(optimizer, total_steps=max(1, cfg.trainer.max_steps))
+    if path := find_checkpoint(cfg):
+        check_checkpoint(path, module, cfg.trainer.max_steps)
     return module.model
+
+
+def check_checkpoint(path: Path, module: SequenceModule, max_steps: int) -> None:
+    """ValueError where a checkpoint is damaged, of another model, or of more steps than are asked for. Reads no weights."""
+    try:
+        saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        weights, steps = saved["state_dict"], saved["global_step"]
+    except (EOFError, KeyError, OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        raise ValueError(f"ckpt={path} is damaged, or no checkpoint of a run: {str(error).splitlines()[:1]}") from error
+    here = {name: tuple(t.shape) for name, t in module.state_dict().items() if name.startswith("model.")}
+    there = {name: tuple(t.shape) for name, t in weights.items() if name.startswith("model.")}
+    unlike = [name for name in {**here, **there} if here.get(name) != there.get(name)]
+    if unlike:
+        name = unlike[0]
+        raise ValueError(
+            f"ckpt={path} is of another model: {name} is {there.get(name, 'absent')} there and {here.get(name, 'absent')} here"
+            f" ({len(unlike)} of {len(here)} parameters differ)"
+        )
+    if 0 <= max_steps < steps:
+        raise ValueError(f"trainer.max_steps={max_steps}, but ckpt={path} has {steps} steps behind it: ask for more")
 
 
 def check_processes(trainer: L.Trainer) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import lightning as L
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from seqmix.metrics import ScoredTokens
 from seqmix.optim import make_optimizer, marks_of
 from seqmix.sharding import shard
 from seqmix.step import TrainingStep
+
+log = logging.getLogger(__name__)
 
 
 class SequenceModule(L.LightningModule):
@@ -31,7 +35,7 @@ class SequenceModule(L.LightningModule):
         self,
         model: torch.nn.Module,
         optimizer: Callable[..., Optimizer],
-        scheduler: Callable[..., torch.optim.lr_scheduler.LRScheduler],
+        scheduler: Callable[..., LRScheduler],
         token_bytes: Tensor | None = None,
         *,
         micro_batch_size: int | None = None,
@@ -65,6 +69,7 @@ class SequenceModule(L.LightningModule):
             torch.set_rng_state(generators[0].cpu())
             if len(generators) - 1 == torch.cuda.device_count():  # else it was saved on another machine
                 torch.cuda.set_rng_state_all([g.cpu() for g in generators[1:]])
+        self._keep_settings()
         self.step = TrainingStep(
             self.model,
             self.trainer.optimizers[0],
@@ -120,10 +125,29 @@ class SequenceModule(L.LightningModule):
     def configure_optimizers(self) -> dict:
         optimizer = make_optimizer(self.model, self.make_optimizer, self.marks)
         self._named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": self.make_scheduler(optimizer, total_steps=self.trainer.estimated_stepping_batches),
+        scheduler = self.make_scheduler(optimizer, total_steps=self.trainer.estimated_stepping_batches)
+        self._settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    def _keep_settings(self) -> None:
+        """Rates, decay and schedule are those of this run's config, also where a checkpoint has brought others along: from it
+        come the moments of the optimizer and the number of steps."""
+        optimizer, scheduler = self.trainer.optimizers[0], self.lr_schedulers()
+        changed = {
+            f"{key} {group[key]!r} -> {value!r}"
+            for group, own in zip(optimizer.param_groups, self._settings, strict=True)
+            for key, value in own.items()
+            if key != "lr" and _plain(group[key]) != _plain(value)
         }
+        if not changed:
+            return
+        if not isinstance(scheduler, LambdaLR):
+            kind = type(scheduler).__name__
+            raise ValueError(f"a {kind} cannot be resumed with other settings: {', '.join(sorted(changed))}")
+        scheduler.base_lrs = [own["initial_lr"] for own in self._settings]
+        for group, own, factor in zip(optimizer.param_groups, self._settings, scheduler.lr_lambdas, strict=True):
+            group.update(own, lr=own["initial_lr"] * factor(scheduler.last_epoch))
+        log.warning("settings that differ from those of the run that is resumed: %s", ", ".join(sorted(changed)))
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         # dropout draws from the global generators: without their states a resumed run would differ
@@ -138,3 +162,7 @@ class SequenceModule(L.LightningModule):
 
     def _log_scores(self, split: str, scores: ScoredTokens) -> None:
         self.log_dict({f"{split}/{name}": value for name, value in scores.compute().items()})
+
+
+def _plain(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value  # of betas a checkpoint makes either

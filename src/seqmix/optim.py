@@ -35,18 +35,23 @@ def param_groups(model: nn.Module, lr: float, weight_decay: float, marks: Marks 
     if not weight_decay >= 0:
         raise ValueError(f"optimizer.weight_decay must be at least 0, got {weight_decay!r}")
     marks = marks_of(model) if marks is None else marks
-    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    plain = {"lr_scale": 1.0, "max_lr": None}
+    # by what parameters are, not by the rates that come out: a run resumed with other rates must have the same groups
+    groups: dict[tuple[bool, float, float | None], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():  # a tied parameter comes once
         if not parameter.requires_grad:
             continue
-        mark = marks.get(name)
-        if mark is None:
-            key = (lr, weight_decay if parameter.ndim >= 2 else 0.0)
-        else:
-            own = lr * mark["lr_scale"]
-            key = (own if mark["max_lr"] is None else min(own, mark["max_lr"]), mark["weight_decay"])
-        groups.setdefault(key, []).append(parameter)
-    return [{"params": params, "lr": own, "weight_decay": decay} for (own, decay), params in groups.items()]
+        mark = marks.get(name, plain)
+        decayed = name not in marks and parameter.ndim >= 2
+        groups.setdefault((decayed, mark["lr_scale"], mark["max_lr"]), []).append(parameter)
+    return [
+        {
+            "params": parameters,
+            "lr": lr * scale if max_lr is None else min(lr * scale, max_lr),
+            "weight_decay": weight_decay if decayed else 0.0,
+        }
+        for (decayed, scale, max_lr), parameters in groups.items()
+    ]
 
 
 def make_optimizer(model: nn.Module, optimizer: Callable[..., Optimizer], marks: Marks | None = None) -> Optimizer:

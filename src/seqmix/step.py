@@ -81,7 +81,7 @@ class TrainingStep:
         self.skips_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
         device = next(model.parameters()).device
         self.no_graph = no_graph or self._why_no_graph(device)
-        self.taken = taken
+        self.first = self.taken = taken
         self.rates = torch.zeros(len(optimizer.param_groups), device=device)  # learning rates of the step, one per group
         self.bad_steps = torch.zeros((), dtype=torch.int32, device=device)  # in a row; at `patience` it only grows
         # loss, lr and norms of the last step, or of the one at which patience ran out

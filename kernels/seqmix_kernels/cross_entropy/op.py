@@ -161,8 +161,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 dx = logits @ rows
             if ctx.needs_input_grad[1]:
-                dweight = x.new_empty(ctx.size, dtype=ctx.dtype)
-                product(logits[:, : ctx.size[0]].t(), x, dweight)
+                # with the rows of padding, which cuBLAS wants here, too: without them this took 2.4 ms of an H200, not 1.7
+                whole = x.new_empty(rows.shape, dtype=ctx.dtype)
+                product(logits.t(), x, whole)
+                dweight = whole[: ctx.size[0]]
         return dx, dweight, None, None
 
 

@@ -38,9 +38,9 @@ def best_checkpoint(trainer: L.Trainer) -> str | None:
 class BestCheckpoint(Checkpoint):
     """Keeps `<dirpath>/best.ckpt`: the weights of the validation with the smallest `monitor` (largest, if mode=max).
 
-    A score that is NaN or infinite is never the best, nor is one of the sanity check. A resumed run goes on from the
-    best score so far, also in a new folder. The first validation, sanity check included, ends in a ValueError with the
-    names that exist if `monitor` is none of them.
+    A score that is NaN or infinite is never the best, nor is one of the sanity check. A resumed run keeps the best score
+    so far, also in a new folder, if that measured the same: the same monitor and mode, on the same rows. The first
+    validation, sanity check included, ends in a ValueError with the names that exist if `monitor` is none of them.
     """
 
     def __init__(self, dirpath: str | os.PathLike, monitor: str = "val/loss", mode: str = "min"):
@@ -52,6 +52,10 @@ class BestCheckpoint(Checkpoint):
         self.best_model_path = ""
         self.best_model_score: float | None = None
         self.best_step: int | None = None
+        self._measures: dict = {"monitor": monitor, "mode": mode}
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._measures |= {"rows": trainer.datamodule.evaluation(), "batches": trainer.limit_val_batches}
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.state.fn != "fit":
@@ -72,10 +76,16 @@ class BestCheckpoint(Checkpoint):
             return True
         return score < self.best_model_score if self.mode == "min" else score > self.best_model_score
 
-    def state_dict(self) -> dict[str, str | float | int | None]:
-        return {"path": self.best_model_path, "score": self.best_model_score, "step": self.best_step}
+    def state_dict(self) -> dict:
+        return {
+            "path": self.best_model_path, "score": self.best_model_score, "step": self.best_step, "measures": self._measures,
+        }  # fmt: skip
 
-    def load_state_dict(self, state: dict[str, str | float | int | None]) -> None:
+    def load_state_dict(self, state: dict) -> None:
+        if state["measures"] != self._measures:
+            changed = [key for key, now in self._measures.items() if state["measures"].get(key) != now]
+            log.warning("the best score of the run that is resumed measured something else (%s): this run begins anew", changed)
+            return
         if state["path"] and not os.path.exists(state["path"]):
             log.warning("the best checkpoint of the run being resumed is gone: %s", state["path"])
             return
@@ -130,6 +140,7 @@ class LastCheckpoint(Checkpoint):
         self.clock = clock
         self._kept: list[Path] = []
         self._handlers: dict[int, object] = {}
+        self._saved_step, self._step, self._signal = 0, 0, 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._saved_step = self._step = trainer.global_step

@@ -249,23 +249,31 @@ class Attention(Mixer):
 
 
 # ---- the cache ------------------------------------------------------------------------------------------------------
-# Two facts ride on the tensors, as attributes, so that a step need not ask the device: `length.span`, the least and most
-# of its entries; and a ticket, on `length` and on its buffer `k`: where they are equal no other state has written there
-# since. A tensor that somebody else made (a row of a batch, a copy, a cut length) has neither: it is read, or copied.
+# Two facts are kept on the tensors, as attributes, so that a step need not ask the device: `length.span`, the least and most
+# of its entries, with the version of the tensor that they are of; and a ticket, on `length` and on its buffer `k`: where they
+# are equal no other state has written there since. A tensor that somebody else made (a row of a batch, a copy, a cut length)
+# has neither, and one that was changed in place has another version: it is read, or copied.
 
 _tickets = itertools.count(time.time_ns())  # a state is saved with its ticket: no later process may give it out again
 
 
 def _marked(k: Tensor, v: Tensor, length: Tensor, span: tuple[int, int]) -> AttentionState:
-    length.span, length.ticket = span, next(_tickets)
+    length.span, length.ticket = (_version(length), *span), next(_tickets)
     k.ticket = length.ticket
     return AttentionState(k, v, length)
 
 
 def _span(length: Tensor) -> tuple[int, int]:
-    if not hasattr(length, "span"):
-        length.span = tuple(torch.stack(length.aminmax()).tolist()) if len(length) else (0, 0)
-    return length.span
+    version, *span = getattr(length, "span", (None,))
+    if version is None or version != _version(length):
+        span = torch.stack(length.aminmax()).tolist() if len(length) else (0, 0)
+        length.span = _version(length), *span
+    return tuple(span)
+
+
+def _version(length: Tensor) -> int | None:
+    """Changes with every change in place; None in inference mode, where torch does not count them."""
+    return None if length.is_inference() else length._version
 
 
 def _blind(x: Tensor) -> bool:

@@ -121,5 +121,5 @@ def no_weight_decay(parameter: nn.Parameter, lr_scale: float = 1.0, max_lr: floa
 
     The mark is the one attribute `optim.py` reads; names are not looked at anywhere.
     """
-    parameter._optim = {"weight_decay": 0.0, "lr_scale": lr_scale, "max_lr": max_lr}
+    parameter._optim = {"lr_scale": lr_scale, "max_lr": max_lr}
     return parameter

@@ -126,6 +126,10 @@ class Task(L.LightningDataModule):
         """All that decides what a row holds, but the seed: JSON-able. A run is resumed only where it is the same."""
         raise NotImplementedError
 
+    def evaluation(self) -> dict:
+        """All that decides which rows val and test hold: JSON-able."""
+        return self.definition() | {"eval_seed": self.eval_seed, "eval_samples": self.eval_samples}
+
     def facts(self) -> dict:
         """What a reader of the results should know about the data: JSON-able."""
         return self.definition() | {
@@ -289,7 +293,10 @@ class Loader:
         at_once = max(1, min(AHEAD_BATCHES, AHEAD_BYTES // batch_bytes))
         while numbers := list(itertools.islice(order, at_once)):
             rows = [self.index(k) for k in numbers]
-            made = self.task.sample(self.split, torch.cat(rows).to(device))
+            index = torch.cat(rows)
+            if device.type == "cuda":  # else the copy would wait for all that is queued on the device
+                index = index.pin_memory().to(device, non_blocking=True)
+            made = self.task.sample(self.split, index)
             yield from map(Batch, *(part.split(list(map(len, rows))) for part in made))
 
     def close(self) -> None:
