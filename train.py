@@ -132,6 +132,8 @@ def train(cfg: DictConfig, folder: Path) -> dict:
             summary |= {"status": status_of(error), "error": f"{type(error).__name__}: {error}"}
             raise error
         finally:
+            if module.step is not None:
+                module.step.graphs.clear()
             summary |= {
                 "steps": trainer.global_step,
                 "steps_run_as": module.step and module.step.runs_as,

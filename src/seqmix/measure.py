@@ -372,6 +372,26 @@ def held_bytes(state: object) -> int:
     return sum(storages.values())
 
 
+class SavedForBackward(torch.autograd.graph.saved_tensors_hooks):
+    """While it is entered, counts what autograd keeps for a backward: `bytes` of distinct storages, those of `parameters`
+    left out."""
+
+    def __init__(self, parameters: Iterable[Tensor]):
+        self._storages: dict[int, int] = {}
+        self._known = {p.untyped_storage().data_ptr() for p in parameters}
+        super().__init__(self._pack, lambda tensor: tensor)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._known:
+            self._storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    @property
+    def bytes(self) -> int:
+        return sum(self._storages.values())
+
+
 class ParameterCount(NamedTuple):
     total: int
     non_embedding: int

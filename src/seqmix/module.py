@@ -100,6 +100,9 @@ class SequenceModule(L.LightningModule):
         if step % self.trainer.log_every_n_steps == 0 or step == last:
             self.log_dict({f"train/{name}": value for name, value in self.window.compute().items()} | {"train/lr": self._lr})
 
+    def on_train_end(self) -> None:
+        self.step.graphs.clear()  # their memory, and NCCL's communicator, which waits for graphs that use it
+
     def on_validation_epoch_start(self) -> None:
         self.val_scores.reset()
 

@@ -1,14 +1,28 @@
-"""Fully sharded data parallelism (FSDP2): each rank keeps a share of every parameter, gradient and optimizer state.
+"""A run spread over several ranks: replicas of the whole model (data parallelism), or shares of it (FSDP2).
 
-A block's parameters are gathered when it runs and let go after it (Zhao et al. 2023, "PyTorch FSDP"; torch's
-`fully_shard`). Parameters keep their names and their dimensions, so decay by dimension and checkpoints stay as they are.
+Fully sharded: each rank keeps a share of every parameter, gradient and optimizer state. A block's parameters are gathered
+when it runs and let go after it (Zhao et al. 2023, "PyTorch FSDP"; torch's `fully_shard`). Parameters keep their names and
+their dimensions, so decay by dimension and checkpoints stay as they are.
 """
 
 from __future__ import annotations
 
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+
+
+class Replicas(DDPStrategy):
+    """The whole model on each rank. The step itself adds the gradients up (step.py), in its CUDA graph where it has one: so
+    there is no DistributedDataParallel around the model, whose hooks and buckets would do the same from the host."""
+
+    def configure_ddp(self) -> None:
+        with torch.no_grad():
+            for tensor in (*self.model.parameters(), *self.model.buffers()):
+                dist.broadcast(tensor, src=0)
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -7,7 +7,7 @@ import gc
 import lightning as L
 import torch
 
-from seqmix.measure import MIB, PeakMemory, parameter_count, state_bytes
+from seqmix.measure import MIB, PeakMemory, SavedForBackward, parameter_count, state_bytes
 
 
 class Memory(L.Callback):
@@ -15,6 +15,10 @@ class Memory(L.Callback):
 
     warmup_steps: optimizer steps before the peaks are reset: compiling, autotuning and first allocations can need more
     than any later step. A run that ends before reports the peak of what it ran.
+
+    `memory/predicted_mib` is what a step must hold where its backward begins: weights, the optimizer's state, and what autograd
+    keeps, counted in the first step (not of compiled or sharded models). The measured peak has the gradients of the head and
+    the scratch memory of kernels beside it.
 
     `memory/state_bytes` is the decoding state of one row after a prefill of task.seq_len tokens, in the run's
     precision: constant for a recurrence, grown to that length for a key-value cache.
@@ -31,6 +35,8 @@ class Memory(L.Callback):
         self._peaks: dict[str, float | None] = dict.fromkeys(("allocated", "reserved", "rss"))
         self._counts: dict[str, int | None] = dict.fromkeys(("state_bytes", "params", "params_non_embedding"))
         self._warm = False
+        self._saved: SavedForBackward | None = None
+        self._predicted: float | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._start_afresh()
@@ -43,9 +49,23 @@ class Memory(L.Callback):
             torch.cuda.empty_cache()
         self._peak.reset()
 
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch, batch_idx: int) -> None:
+        if trainer.global_step > self._first_step or self._predicted is not None:
+            return
+        compiled = any(module._compiled_call_impl is not None for module in pl_module.model.modules())
+        if not compiled and pl_module.device_mesh is None:
+            self._saved = SavedForBackward(pl_module.parameters())
+            self._saved.__enter__()
+
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs, batch, batch_idx: int
     ) -> None:
+        if self._saved is not None:
+            self._saved.__exit__()
+            weights = state_bytes([p.detach() for p in pl_module.parameters()])
+            moments = state_bytes([list(of_one.values()) for of_one in trainer.optimizers[0].state.values()])
+            self._predicted = (weights + moments + self._saved.bytes) / MIB
+            self._saved = None
         if not self._warm and trainer.global_step - self._first_step >= self.warmup_steps > 0:
             self._warm = True
             self._peaks = dict.fromkeys(self._peaks)
@@ -71,6 +91,9 @@ class Memory(L.Callback):
         self._counts["state_bytes"] = state_bytes(state)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if self._saved is not None:
+            self._saved.__exit__()
+            self._saved = None
         if self._peak is not None:
             self._take_peaks(pl_module)
 
@@ -79,7 +102,8 @@ class Memory(L.Callback):
             now = getattr(self._peak, name)()
             if now is not None:
                 self._peaks[name] = max(now, self._peaks[name] or 0.0)
-        if captured := pl_module.step.captured_bytes:  # a replay asks the allocator for nothing
+        captured = pl_module.step.captured_bytes if pl_module.step is not None else 0
+        if captured:  # a replay asks the allocator for nothing
             self._peaks["allocated"] = max(captured / MIB, self._peaks["allocated"])
 
     def summary(self) -> dict[str, float | int | None]:
@@ -88,5 +112,6 @@ class Memory(L.Callback):
             "memory/peak_allocated_mib": self._peaks["allocated"],
             "memory/peak_reserved_mib": self._peaks["reserved"],
             "memory/peak_rss_mib": self._peaks["rss"],
+            "memory/predicted_mib": self._predicted,
             **{f"memory/{name}": value for name, value in self._counts.items()},
         }
