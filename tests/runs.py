@@ -36,7 +36,7 @@ class Raise(L.Callback):
 def start(folder: Path, *overrides: str, error_at: tuple[int, Exception] | None = None) -> dict:
     """A small run in `folder`; an override wins over the small sizes where both name a key."""
     folder.mkdir()
-    cfg = compose_run([*SMALL, "trainer.devices=1", "logger=csv", *overrides], CONF, folder)
+    cfg = compose_run([*SMALL, "logger=csv", *overrides], CONF, folder)
     if error_at is not None:
         with open_dict(cfg.callbacks):
             step, error = error_at

@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 from runs import SELECTIVE_COPY, command
 
-from seqmix.config import check_command_line, register_resolvers
+from seqmix.config import build, check_command_line, compose_run, register_resolvers
 
 CONF = Path(__file__).parent.parent / "conf"
 register_resolvers()
@@ -147,15 +148,21 @@ SLURM |= {"SLURM_NODEID": "0"}
 @pytest.mark.parametrize(
     ("environment", "overrides", "words"),
     [
-        (SLURM, ["trainer=ddp_cpu"], ("processes: 2, started: 1",)),  # without srun, or with too few tasks
-        (SLURM, ["trainer=fsdp", "trainer.accelerator=cpu"], ("processes: 2, started: 1",)),
-        (TORCHRUN, ["trainer=ddp_cpu"], ("processes: 2, started: 1",)),
+        (SLURM, ["trainer=ddp_cpu"], ("= 2, but the number of processes started is 1",)),  # without srun, or with too few tasks
+        (SLURM, ["trainer=fsdp", "trainer.accelerator=cpu"], ("= 2, but the number of processes started is 1",)),
+        (TORCHRUN, ["trainer=ddp_cpu"], ("= 2, but the number of processes started is 1",)),
         (
             TORCHRUN | {"WORLD_SIZE": "2"},
             ["trainer=fsdp", "trainer.accelerator=cpu", "trainer.devices=1"],
-            ("processes: 1, started: 2",),
+            ("= 1, but the number of processes started is 2",),
         ),
-        (TORCHRUN | {"WORLD_SIZE": "2"}, ["trainer.accelerator=cpu"], ("processes: 1, started: 2",)),  # not spread at all
+        # one device is asked for: each process would train alone
+        (TORCHRUN | {"WORLD_SIZE": "2"}, ["trainer.accelerator=cpu"], ("= 1, but the number of processes started is 2",)),
+        (
+            SLURM | {"SLURM_STEP_NUM_TASKS": "2"},
+            ["trainer.accelerator=cpu"],
+            ("= 1, but the number of processes started is 2",),
+        ),
     ],
 )
 def test_other_processes_than_the_devices_ask_for_are_refused(capsys, monkeypatch, environment, overrides, words):
@@ -165,11 +172,23 @@ def test_other_processes_than_the_devices_ask_for_are_refused(capsys, monkeypatc
     assert all(word in message for word in (*words, "torchrun --nproc-per-node", "srun")) and message.count("\n") == 1
 
 
-def test_one_process_is_enough_where_one_device_is_asked_for(monkeypatch):
-    for name, value in TORCHRUN.items():
+@pytest.mark.parametrize("environment", [TORCHRUN, SLURM | {"SLURM_STEP_NUM_TASKS": "1"}])
+def test_one_process_is_enough_where_one_device_is_asked_for(monkeypatch, environment):
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
     for trainer in ("default", "ddp_cpu", "fsdp"):
         check_command_line([f"trainer={trainer}", "trainer.devices=1", "trainer.accelerator=cpu"], CONF)
+
+
+def test_a_run_takes_one_card_however_many_there_are(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    cfg = compose_run([], CONF, folder="x")
+    assert cfg.trainer.accelerator == "cuda"
+    trainer = build(cfg.trainer)(logger=False)
+    assert (trainer.num_devices, trainer.world_size) == (1, 1)
+    assert trainer.strategy.root_device == torch.device("cuda", 0)
 
 
 def test_asking_for_an_implementation_leaves_its_word_to_the_log_of_the_run(tmp_path):

@@ -2,8 +2,8 @@
 
 Refused, with the nearest name that exists: a key nothing reads (also behind `+`), a choice that is not there, a value
 of another type than its default. Refused with the numbers: sizes that cannot be (the task is built, and the model on
-the meta device, which costs no memory), other processes than the devices ask for, and an implementation that cannot run
-there.
+the meta device, which costs no memory), another number of processes than of devices, and an implementation that cannot
+run there.
 """
 
 from __future__ import annotations
@@ -143,20 +143,21 @@ def check_checkpoint(path: Path, module: SequenceModule, max_steps: int) -> None
 
 
 def check_processes(trainer: L.Trainer) -> None:
-    """ValueError where other processes have been started than the trainer's devices ask for.
+    """ValueError where another number of processes has been started than trainer.devices x trainer.num_nodes.
 
-    Started by hand, Lightning starts the others itself; where torchrun or Slurm are there to do it, it trusts them.
+    Without torchrun or Slurm, Lightning starts the other processes itself; with them it trusts that they are there.
     """
     asked = trainer.num_devices * trainer.num_nodes
     if isinstance(trainer.strategy, ParallelStrategy):
         started = trainer.world_size
-    else:  # it asks nobody
-        started = int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+    else:  # one device: Lightning does not look at what torchrun or srun has started, and each process would train alone
+        torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        started = int(os.environ["WORLD_SIZE"] if torchrun else os.environ.get("SLURM_STEP_NUM_TASKS", 1))
     if started != asked:
         raise ValueError(
-            f"trainer.devices={trainer.num_devices} and trainer.num_nodes={trainer.num_nodes} ask for processes: {asked}, "
-            f"started: {started}; `torchrun --nproc-per-node N train.py trainer=ddp trainer.devices=N` (or trainer=fsdp) "
-            "starts N, and so does `srun --ntasks-per-node N python train.py ...`"
+            f"trainer.devices x trainer.num_nodes = {asked}, but the number of processes started is {started}; "
+            "`torchrun --nproc-per-node N train.py trainer=ddp trainer.devices=N` (or trainer=fsdp) starts N, "
+            "and so does `srun --ntasks-per-node N python train.py trainer=ddp trainer.devices=N`"
         )
 
 
