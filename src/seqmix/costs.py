@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from seqmix.decode import WARMUP, Decoder, greedy, reserved
 from seqmix.measure import (
@@ -130,6 +129,8 @@ def forward_flops(model: nn.Module, length: int) -> float:
     Products with weights are two FLOPs a number in them. What grows is counted on the model in float64, where no fused kernel
     hides it: what goes with the square of the length of a short sequence, counted once where all blocks are alike.
     """
+    from torch.utils.flop_counter import FlopCounterMode  # imports Triton, where it is installed
+
     kinds = (nn.Linear, nn.Embedding, nn.RNNBase)  # the embedding is the head
     parts = [m for m in model.modules() if isinstance(m, kinds)]
     weights = {p for part in parts for p in part.parameters(recurse=False) if p.ndim == 2}

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
 
 class Replicas(DDPStrategy):
@@ -30,6 +29,8 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> None:
 
     model: its `blocks` are the units; they and the model have their other ways in beside `forward`.
     """
+    from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method  # half a second
+
     if isinstance(model, FSDPModule):
         return
     units = [*model.blocks, model]  # the last takes what is left: embedding, final norm

@@ -10,7 +10,8 @@ import pkgutil
 import seqmix.mixers
 import seqmix_kernels
 
-MODULES = ("seqmix.bench.__main__", "seqmix.bench.kernels", "seqmix.bench.point", "seqmix.channel_mixers", "torch.profiler")
+MODULES = ("seqmix.bench.__main__", "seqmix.bench.kernels", "seqmix.bench.point", "seqmix.channel_mixers")
+MODULES += ("torch.profiler", "torch.utils.flop_counter")
 # a kernel package's modules that import Triton, by their names
 LAUNCHING = ("fused", "fused_rotary", "fused_step", "gluon_kernels", "inner")
 
