@@ -11,6 +11,9 @@ summary.json, train.log and checkpoints/.
 
 from __future__ import annotations
 
+import seqmix.quick_lightning  # noqa: F401  before torch and Lightning
+
+# isort: split
 import atexit
 import gc
 import json

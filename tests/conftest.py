@@ -1,3 +1,6 @@
+import seqmix.quick_lightning  # noqa: F401  before torch and Lightning
+
+# isort: split
 import pytest
 import torch
 

@@ -1,11 +1,13 @@
 """Who may import whom, read from the files; and what importing must not drag in."""
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from runs import SELECTIVE_COPY, command
 
 ROOT = Path(__file__).parent.parent
 OURS = ("seqmix", "seqmix_kernels")
@@ -45,10 +47,13 @@ ARROWS = {
         "seqmix.decode",
         "seqmix.measure",
         "seqmix.optim",
+        "seqmix.quick_lightning",
         "seqmix.tracking",
         "seqmix_kernels.attention",  # its choices, which one point hands on to the next
     ),
     "src/seqmix/tracking.py": (),
+    "src/seqmix/startup.py": (),
+    "src/seqmix/quick_lightning.py": ("seqmix.startup",),
     "src/seqmix/report": ("seqmix.report",),
     "src/seqmix/__init__.py": (),
 }
@@ -114,3 +119,46 @@ def test_parts_import_without_optional_packages():
         "importlib.import_module(name)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# packages that other packages import where they are installed; here each is a stand-in that is
+INSTALLED = ("torchvision", "transformers", "scipy", "matplotlib", "pandas", "sklearn", "tensorboard", "IPython", "psutil")
+NEVER = {*INSTALLED, "torchmetrics.functional", "torch.utils.flop_counter", "wandb", "datasets", "tokenizers", "seqmix.bench"}
+COMPILERS = {"torch._dynamo", "torch._inductor", "sympy", "triton", "torch.distributed.fsdp", "torch.distributed.tensor"}
+
+
+@pytest.fixture
+def environment(tmp_path):
+    for name in INSTALLED:
+        (tmp_path / "site" / name).mkdir(parents=True)
+        (tmp_path / "site" / name / "__init__.py").touch()
+        metadata = tmp_path / "site" / f"{name}-99.dist-info" / "METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 99\n")
+    return {"PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])}
+
+
+def loaded(done: subprocess.CompletedProcess) -> set[str]:
+    """Modules that a process has imported, of its standard error under `python -X importtime`."""
+    assert done.returncode == 0, done.stderr[-2000:]
+    return {line.rsplit("|", 1)[1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+
+
+def test_a_run_imports_nothing_that_it_does_not_use(tmp_path, environment):
+    done = command(tmp_path, *SELECTIVE_COPY, "logger=csv", env=environment, launcher=("-X", "importtime"))
+    modules = loaded(done)
+    assert "seqmix.module" in modules and not NEVER & modules
+
+
+@pytest.mark.parametrize(
+    ("arguments", "used", "unused"),
+    [
+        (["train.py", "--cfg", "job"], "hydra", NEVER | COMPILERS),
+        (["-c", "import seqmix.bench.__main__"], "seqmix.bench.point", NEVER - {"seqmix.bench"} | COMPILERS),
+        (["-m", "seqmix.report", "--help"], "seqmix.report.page", NEVER | COMPILERS | {"torch", "lightning", "hydra"}),
+    ],
+)
+def test_a_command_that_trains_nothing_imports_no_compiler(environment, arguments, used, unused):
+    command = [sys.executable, "-X", "importtime", *arguments]
+    modules = loaded(subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | environment))
+    assert used in modules and not unused & modules

@@ -8,6 +8,9 @@ python -m seqmix.bench redraw=outputs/report/bench_cpu          its report again
 
 from __future__ import annotations
 
+import seqmix.quick_lightning  # noqa: F401  before torch and Lightning
+
+# isort: split
 import itertools
 import json
 import re
