@@ -21,8 +21,6 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from seqmix.measure import all_finite, first_nonfinite
@@ -76,7 +74,9 @@ class TrainingStep:
         self.micro_batch_size, self.gradient_clip_val, self.patience = micro_batch_size, gradient_clip_val, patience
         self.scaler = scaler
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
-        self.sharded = isinstance(model, FSDPModule)  # gradients are reduced over the ranks by its own hooks
+        self.named = named or [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.judged: list[str] = []  # names of those that have gradients
+        self.sharded = hasattr(self.named[0][1], "full_tensor")  # FSDP's own hooks reduce gradients over the ranks
         # torch's fused optimizers do for its gradient scaler what is wanted here: they scale gradients, and skip a step
         self.skips_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
         device = next(model.parameters()).device
@@ -86,8 +86,6 @@ class TrainingStep:
         self.bad_steps = torch.zeros((), dtype=torch.int32, device=device)  # in a row; at `patience` it only grows
         # loss, lr and norms of the last step, or of the one at which patience ran out
         self.report = torch.full((2,), math.nan, device=device)
-        self.named = named or [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self.judged: list[str] = []  # names of those that have gradients
         self.side = torch.cuda.Stream(device) if self.no_graph is None else None
         self.seen: dict[torch.Size, int] = {}
         self.graphs: dict[torch.Size, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
@@ -174,7 +172,7 @@ class TrainingStep:
         loss = self._over_ranks(loss)
         gradients = self._gradients()
         norms = torch.stack(torch._foreach_norm(gradients))  # (parameters,)
-        norms = norms.full_tensor() if isinstance(norms, DTensor) else norms
+        norms = norms.full_tensor() if self.sharded else norms
         norm = torch.linalg.vector_norm(norms)
         self._judge(loss, norms, norm)
         self._update(gradients, norm)
