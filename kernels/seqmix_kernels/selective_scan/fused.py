@@ -23,7 +23,7 @@ from ..launch import launch
 from . import triton_kernels as tk
 
 GROUP = 2  # steps whose states and decays the plain backward holds in registers
-BLOCK, WARPS = 64, 4  # channels and warps of a Gluon CTA
+BLOCK, NARROW = 64, 32  # channels of a Gluon CTA, 16 to a warp
 TILE_FWD, TILE_BWD = 32, 16  # steps of a Gluon tile
 STATES = 16  # of a channel that one Gluon call takes
 CARRY_REGS = 128
@@ -42,12 +42,16 @@ def power_of_2(n: int) -> int:
 
 
 class Plan(NamedTuple):
-    """How a call is launched. gluon: the explicit layouts; segments: pieces of L that run side by side, and how many of
-    them backward."""
+    """How a call is launched. gluon: with explicit layouts. segments: the pieces of L that run side by side. block: the
+    channels of a CTA, BLOCK or NARROW. backward, backward_block: both for the backward. ahead: whether the backward loads
+    the next tile before it needs it; None: where the CTAs leave registers for that."""
 
     gluon: bool
     segments: int = 1
     backward: int = 1
+    block: int = BLOCK
+    backward_block: int = BLOCK
+    ahead: bool | None = None
 
 
 def why_not(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> str | None:
@@ -94,10 +98,11 @@ def plan(x: Tensor, groups: int, discretization: str) -> Plan:
     if gluon_why_not(x, groups) is not None:
         return Plan(False)
     batch, length, width = x.shape[0], x.shape[1], groups * padded_group(x, groups)
-    backward = segments_for(batch, length, width, True)
+    segments, backward = segments_for(batch, length, width), segments_for(batch, length, width, True)
     if discretization == "zoh" and backward == 1:
         backward = whole_waves(batch, length, width)
-    return Plan(True, segments_for(batch, length, width), backward)
+    block, backward_block = (block_for(batch, width) if n == 1 else BLOCK for n in (segments, backward))
+    return Plan(True, segments, backward, block, backward_block)
 
 
 def segments_for(batch: int, length: int, width: int, backward: bool = False) -> int:
@@ -122,6 +127,14 @@ def whole_waves(batch: int, length: int, width: int) -> int:
     return min(range(1, 5), key=lambda n: cdiv(ctas * n, 2 * SMS) / n * (1.0 if n == 1 else 1.1))
 
 
+def block_for(batch: int, width: int) -> int:
+    """Channels of a CTA: NARROW where all CTAs run at once and the busiest SM then has fewer warps, each of which issues an
+    instruction in turn with the others."""
+    ctas, narrow = batch * cdiv(width, BLOCK), batch * cdiv(width, NARROW)
+    fits = ctas <= 3 * SMS
+    return NARROW if fits and cdiv(narrow, SMS) * (NARROW // 16) < cdiv(ctas, SMS) * (BLOCK // 16) else BLOCK
+
+
 def chunk_for(n: int, chunk: int | None) -> int:
     """Steps between saved states: a power of two from 16; at most 32 where N <= 16, at most 1024 else."""
     if chunk is None:
@@ -136,8 +149,8 @@ def saved_specs(
 
     boundary states  the state before every chunk: (B, chunks, D N) float32, or (B, chunks, D (N + 1)) int16. Nothing where
                      the Gluon kernels take more than 16 states: the backward makes them again, 16 at a time
-    gate             what the gradient of z needs: (B, ceil(L / 16), D / 64) int8, marks of the tiles where the output does
-                     not tell what was gated; (B, L, D), what was gated, for more than 16 states; else nothing
+    gate             what the gradient of z needs: (B, ceil(L / 16), CTAs of D) int8, marks of the tiles where the output
+                     does not tell what was gated; (B, L, D), what was gated, for more than 16 states; else nothing
     D is here what the Gluon kernels see of it: `padded_group`.
     """
     batch, length, width = x.shape
@@ -145,7 +158,8 @@ def saved_specs(
     nothing = (0,), x.dtype
     if not save:
         return nothing, nothing
-    gluon = (how or plan(x, B.shape[2], discretization)).gluon
+    how = how or plan(x, B.shape[2], discretization)
+    gluon = how.gluon
     if gluon:
         width = B.shape[2] * padded_group(x, B.shape[2])
     if gluon and n > STATES:
@@ -156,7 +170,7 @@ def saved_specs(
         states = ((batch, chunks, width * (n + 1)), torch.int16)
     if not gluon or z is None or x.dtype != torch.bfloat16:
         return states, nothing
-    return states, ((batch, cdiv(length, TILE_BWD), cdiv(width, BLOCK)), torch.int8)
+    return states, ((batch, cdiv(length, TILE_BWD), cdiv(width, how.block)), torch.int8)
 
 
 def forward(
@@ -213,7 +227,7 @@ def forward(
         )  # fmt: skip
         return y, final, states, gate
     call = _Gluon(x, dt, z, dt_bias, seq_idx, dt_softplus, discretization == "zoh", chunk_for(STATES, chunk),
-                  how.segments)  # fmt: skip
+                  how.segments, how.block)  # fmt: skip
     if n <= STATES:
         final = call.forward(A, B, C, D, z, initial_state, states, y, gate)
         return y, final, states, gate
@@ -272,7 +286,7 @@ def backward(
     B, C, A, D, dt_bias = _rows(B), _rows(C), _dense(A), _dense(D), _dense(dt_bias)
     if how.gluon:
         call = _Gluon(x, dt, z, dt_bias, seq_idx, dt_softplus, discretization == "zoh", chunk_for(STATES, chunk),
-                      how.backward)  # fmt: skip
+                      how.backward, how.backward_block, how.ahead)  # fmt: skip
         dy = _words(dy)
         if n <= STATES:
             sums, adjoint = call.backward(
@@ -328,9 +342,10 @@ def backward(
 class _Gluon:
     """Launches the Gluon kernels for up to 16 states: what all such calls of one forward or backward share."""
 
-    def __init__(self, x, dt, z, dt_bias, seq_idx, softplus, zoh, chunk, segments):
+    def __init__(self, x, dt, z, dt_bias, seq_idx, softplus, zoh, chunk, segments, block, ahead=None):
         self.x, self.dt, self.z, self.bias = _words(x), _words(dt), _words(z), dt_bias
         self.shape, self.chunk, self.softplus, self.zoh = x.shape, chunk, softplus, zoh
+        self.block, self.blocks, self.ahead = block, cdiv(x.shape[2], block), ahead
         self.segments, self.steps = _segments(x.shape[1], segments)
         self.keep = self.alive = None
         if seq_idx is not None:
@@ -357,7 +372,7 @@ class _Gluon:
         save = states is not None and states.numel() > 0
         gating = 0 if gate is None or not gate.numel() else 1 if gate.dtype == torch.int8 else 2
         launch(
-            gk.fwd_kernel, (cdiv(width, BLOCK), batch, self.segments),
+            gk.fwd_kernel, (self.blocks, batch, self.segments),
             (x, self.dt, A, B, C, _or(D, A), _or(z, x), _or(self.bias, A), _or(self.keep, A), ini, _or(total, A), _or(y, x),
             gate if gating else x, final, states if save else A,
             length, width, width // B.shape[2], self.steps, self.segments, *x.stride()[:2], *self.dt.stride()[:2],
@@ -365,10 +380,14 @@ class _Gluon:
             dict(N=n, K=self.chunk, HAS_D=D is not None, HAS_Z=z is not None, HAS_BIAS=self.bias is not None,
                  HAS_INI=self.segments > 1 or initial_state is not None, HAS_SEQ=self.keep is not None, SOFTPLUS=self.softplus,
                  SAVE=save, BFP=save and states.dtype == torch.int16, OUT=y is not None, ACC=total is not None, GATE=gating,
-                 EVEN_L=length % TILE_FWD == 0, EVEN_D=width % BLOCK == 0, ZOH=self.zoh),
-            {"num_warps": WARPS, **_three_ctas(x)},
+                 EVEN_L=length % TILE_FWD == 0, EVEN_D=width % self.block == 0, ZOH=self.zoh, BD=self.block),
+            {"num_warps": self.block // 16, **({} if self.block == NARROW and self._few() else _three_ctas(x))},
         )  # fmt: skip
         return final
+
+    def _few(self) -> bool:
+        """Whether a thread of every CTA may have 255 registers: two CTAs of 64 channels an SM or four of 32."""
+        return self.shape[0] * self.blocks * self.segments * self.block <= 2 * SMS * BLOCK
 
     def backward(self, dy, dfinal, A, B, C, D, z, states, y, gate, dx, ddt, dz, dB, dC, free, totals=None):
         """Fills dx, ddt, dB, dC and, if it is not None, dz. free: two tensors like x whose memory serves as scratch until
@@ -378,7 +397,7 @@ class _Gluon:
 
         batch, length, width = self.shape
         x, n, groups = self.x, A.shape[1], B.shape[2]
-        blocks = cdiv(width, BLOCK)
+        blocks = self.blocks
         adjoint = _state_in(dfinal, A, batch, self.segments, self.segments - 1)
         sums = A.new_empty(batch * self.segments, n + 2, width)
         if self.segments > 1:
@@ -389,7 +408,10 @@ class _Gluon:
             how_dz = 1
         else:
             how_dz = 3 if gate.numel() else 2
-        few = batch * blocks * self.segments <= 2 * SMS and not self.zoh  # loading ahead too, zoh would spill
+        # the marks are the forward's, whose CTAs may have another width
+        marked = BLOCK if how_dz != 1 or gate.shape[2] == cdiv(width, BLOCK) else NARROW
+        few = self._few()
+        ahead = few and not self.zoh if self.ahead is None else self.ahead  # zero-order hold would spill
         pieces = self._pieces(blocks * n * 4, free, dx is free[0])
         for i, (p0, piece, pB, pC, spb, sps) in enumerate(pieces):
             launch(
@@ -403,9 +425,9 @@ class _Gluon:
                 *C.stride()[:3]),
                 dict(N=n, NT=self.chunk // TILE_BWD, HAS_D=D is not None, HAS_Z=z is not None, HAS_BIAS=self.bias is not None,
                      HAS_SEQ=self.keep is not None, SOFTPLUS=self.softplus, BFP=states.dtype == torch.int16, DZ=how_dz,
-                     ACC=totals is not None, EVEN_L=length % self.chunk == 0, EVEN_D=width % BLOCK == 0, ZOH=self.zoh,
-                     PRE=few),
-                {"num_warps": WARPS, **({} if few or self.zoh else _three_ctas(x))},
+                     ACC=totals is not None, EVEN_L=length % self.chunk == 0, EVEN_D=width % self.block == 0, ZOH=self.zoh,
+                     PRE=ahead, BD=self.block, MD=marked),
+                {"num_warps": self.block // 16, **({} if few or ahead or self.zoh else _three_ctas(x))},
             )  # fmt: skip
             _reduce_bc(pB, pC, dB, dC, piece, blocks // groups, p0, self.steps, self.segments, spb, sps, n)
         return sums, adjoint
@@ -419,14 +441,14 @@ class _Gluon:
         z = self.z if z is not None else None
         end, total = torch.empty_like(ini), ini.new_empty(batch, segments, width)
         launch(
-            gk.carry_kernel, (cdiv(width, BLOCK), batch, segments),
+            gk.carry_kernel, (self.blocks, batch, segments),
             (x, dt, A, B, _or(z, x), _or(self.bias, A), _or(self.keep, A), end, total,
             length, width, width // B.shape[2], self.steps, segments, *x.stride()[:2], *dt.stride()[:2],
             *_or(z, x).stride()[:2], *B.stride()[:3]),
             dict(N=n, REV=reverse, HAS_Z=reverse and z is not None,
                  HAS_BIAS=self.bias is not None, HAS_SEQ=self.keep is not None, SOFTPLUS=self.softplus,
-                 EVEN_L=length % TILE_FWD == 0, EVEN_D=width % BLOCK == 0, ZOH=self.zoh and not reverse),
-            {"num_warps": WARPS, **({} if x.dtype == torch.float32 else {"maxnreg": CARRY_REGS})},
+                 EVEN_L=length % TILE_FWD == 0, EVEN_D=width % self.block == 0, ZOH=self.zoh and not reverse, BD=self.block),
+            {"num_warps": self.block // 16, **({} if x.dtype == torch.float32 else {"maxnreg": CARRY_REGS})},
         )  # fmt: skip
         launch(
             tk.combine_kernel, (cdiv(width, 32), n, batch),
@@ -456,7 +478,8 @@ class _Gluon:
                 pieces.append((start, total - start, *scratch, length * row_bytes // 4, steps * row_bytes // 4))
                 end = start
         if end:
-            piece = cdiv(min(end, max(1, _own_bytes(self.x) // (2 * rows * step_bytes))), K) * K
+            own_bytes = _own_bytes(self.x, 3 if self.block == BLOCK else 1)  # narrow CTAs: twice the sums, still two pieces
+            piece = cdiv(min(end, max(1, own_bytes // (2 * rows * step_bytes))), K) * K
             own = [free[0].new_empty(rows * piece * step_bytes // 4, dtype=torch.float32) for _ in range(2)]
             stride = piece * step_bytes // 4
             for p0 in reversed(range(0, end, piece)):
@@ -558,10 +581,10 @@ def _block(n: int, per_group: int, zoh: bool) -> tuple[int, int, int]:
     return block, max(1, np2 * block // lane), np2
 
 
-def _own_bytes(x: Tensor) -> int:
+def _own_bytes(x: Tensor, part: int = 3) -> int:
     """Bytes that partial sums of a backward may take beside the gradients: a third of x keeps the peak of forward and
-    backward under the CUDA original's. A piece more is two launches more, 15 to 20 us."""
-    return max(PARTIALS, x.numel() * x.element_size() // 3)
+    backward under the CUDA original's. Each further piece costs two more launches, 15 to 20 us."""
+    return max(PARTIALS, x.numel() * x.element_size() // part)
 
 
 def _dense(t: OPTIONAL) -> OPTIONAL:

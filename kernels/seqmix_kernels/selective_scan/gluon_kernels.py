@@ -33,8 +33,6 @@ LN2 = gl.constexpr(0.6931471805599453)
 MAGIC = gl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves the rounded integer in the low mantissa bits
 SHRINK, GROW = gl.constexpr(0.999938964), gl.constexpr(1.00006104)  # 1 - 2^-14 and its inverse
 NP = gl.constexpr(16)  # states, padded
-BD = gl.constexpr(64)  # channels of a CTA
-NW = gl.constexpr(4)  # its warps
 TF = gl.constexpr(32)  # steps of a tile, forward
 TB = gl.constexpr(16)  # steps of a tile, backward
 S = gl.constexpr(4)  # steps whose states and decays the backward holds in registers
@@ -42,40 +40,69 @@ NEAR_FINE, NEAR = gl.constexpr(0.75), gl.constexpr(0.375)  # |delta A log2(e)| b
 SMALL_Z = gl.constexpr(2.0**-24)  # below it (0 above all) the output tells too little of what was gated
 
 
-def _layouts(T, one_channel=False):
-    """Layouts of tiles of T steps. Shared ones are lists of bases: bit i of the offset -> coordinates (xor of bases)."""
-
-    def bits(v):
-        return v.bit_length() - 1
-
-    # registers: [BD, 2] with (delta, delta x) and 2 channels a thread, lane bits 0-1 broadcast
-    warps = [[16, 0], [32, 0]]
-    lp = gl.DistributedLinearLayout([[0, 1], [1, 0]], [[0, 0], [0, 0], [2, 0], [4, 0], [8, 0]], warps, [], [64, 2])
-    if one_channel:  # the forward's: lane bits 0-3 over channels
-        lp = gl.DistributedLinearLayout([[0, 1]], [[1, 0], [2, 0], [4, 0], [8, 0], [0, 0]], warps, [], [64, 2])
-    # shared: pairs; 16-byte chunks xored by higher channel bits, so that 8-channel writers hit all banks
-    ch = [1, 2, 4, 8, 16 ^ 2, 32 ^ 4]
-    tb = [1 << i for i in range(bits(T))]
-    sp2 = gl.SharedLinearLayout([[0, 1]] + [[v, 0] for v in ch])
-    sp3 = gl.SharedLinearLayout([[0, 0, 1]] + [[0, v, 0] for v in ch] + [[v, 0, 0] for v in tb])
-    # shared: a thread's own slots for its states, neighbouring threads 16 bytes apart
-    dd = [[0, 1 << i] for i in range(6)]
-    shl = gl.SharedLinearLayout([[1, 0], [2, 0], [4, 0], [8, 0]] + dd[1:4] + dd[:1] + dd[4:])
-    c = [1, 2, 4, 8, 16, 32 ^ 4]
-    sw1 = gl.SharedLinearLayout([[v] for v in c])
-    sw2 = gl.SharedLinearLayout([[0, v] for v in c] + [[v, 0] for v in tb])
-    return [gl.constexpr(v) for v in (lp, sp2, sp3, shl, sw1, sw2)]
+# ---- layouts by the channels of a CTA: 32 or 64. constexpr functions, for an argument would become a string at each launch.
+# Those of shared memory are lists of bases: bit i of the offset -> coordinates; a coordinate's own bits are their xor.
 
 
-# globals, not arguments: a launch would turn each argument into a string for its cache key
-F_LP, F_SP2, F_SP3 = _layouts(32, True)[:3]
-F_SAVE = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[1, 0], [2, 0], [4, 0]], [[0, 1], [0, 2], [0, 4], [0, 8], [8, 0]], [[0, 16], [0, 32]], [], [16, 64]
-    )
-)
-C_LP, C_SP2, C_SP3 = _layouts(32)[:3]
-B_LP, B_SP2, B_SP3, B_SHL, B_SW1, B_SW2 = _layouts(16)
+@gluon.constexpr_function
+def powers(n):
+    return [1 << i for i in range(n.bit_length() - 1)]
+
+
+@gluon.constexpr_function
+def pair_registers(BD, CHANNELS):
+    """[BD, 2], (delta, delta x): 1 or 2 channels a thread; the other lanes hold the same (1: lane bit 4, 2: bits 0-1)."""
+    channels = [[v, 0] for v in powers(BD)]
+    if CHANNELS == 1:
+        return gl.DistributedLinearLayout([[0, 1]], channels[:4] + [[0, 0]], channels[4:], [], [BD, 2])
+    return gl.DistributedLinearLayout([[0, 1], [1, 0]], [[0, 0], [0, 0]] + channels[1:4], channels[4:], [], [BD, 2])
+
+
+@gluon.constexpr_function
+def pair_channels(BD):
+    # 16-byte chunks xored by higher channel bits, so that writers of BD / 8 channels hit all banks
+    return [v ^ (v >> 3 if v >= 16 else 0) for v in powers(BD)]
+
+
+@gluon.constexpr_function
+def pair_shared(BD):
+    return gl.SharedLinearLayout([[0, 1]] + [[v, 0] for v in pair_channels(BD)])
+
+
+@gluon.constexpr_function
+def pair_tile(BD, T):
+    """T rows of `pair_shared`."""
+    return gl.SharedLinearLayout([[0, 0, 1]] + [[0, v, 0] for v in pair_channels(BD)] + [[v, 0, 0] for v in powers(T)])
+
+
+@gluon.constexpr_function
+def state_shared(BD):
+    """[NP, BD]: a thread's own slots for its states, neighbouring threads 16 bytes apart."""
+    d = [[0, v] for v in powers(BD)]
+    return gl.SharedLinearLayout([[v, 0] for v in powers(16)] + d[1:4] + d[:1] + d[4:])
+
+
+@gluon.constexpr_function
+def row_channels(BD):
+    return [v ^ (4 if v == 32 else 0) for v in powers(BD)]
+
+
+@gluon.constexpr_function
+def row_shared(BD):
+    return gl.SharedLinearLayout([[v] for v in row_channels(BD)])
+
+
+@gluon.constexpr_function
+def row_tile(BD, T):
+    """T rows of `row_shared`."""
+    return gl.SharedLinearLayout([[0, v] for v in row_channels(BD)] + [[v, 0] for v in powers(T)])
+
+
+@gluon.constexpr_function
+def save_registers(BD):
+    """[NP, BD], 8 states of a channel a thread: the forward's, with the states first."""
+    d = [[0, v] for v in powers(BD)]
+    return gl.DistributedLinearLayout([[1, 0], [2, 0], [4, 0]], d[:4] + [[8, 0]], d[4:], [], [16, BD])
 
 
 @gluon.jit
@@ -189,6 +216,7 @@ def part_n(v):
 def quad_sum(a, b):
     """Two [4, BD] tensors of per-lane parts -> [2, BD], row 0 = sum of a, row 1 = sum of b, over the four lanes.
     A butterfly that halves what a lane holds at each step: 4 values (2 channels of a, 2 of b) with 3 shuffles."""
+    BD: gl.constexpr = a.shape[1]
     a0, a1 = gl.split(gl.reshape(a, [4, BD // 2, 2]))
     b0, b1 = gl.split(gl.reshape(b, [4, BD // 2, 2]))
     j = gl.arange(0, 4, layout=gl.SliceLayout(1, a0.type.layout))[:, None]
@@ -326,8 +354,10 @@ def store_keep(KS, kp, tb, t0, L, s2: gl.constexpr, lb: gl.constexpr):
 def save_state(ptr, h, d, N: gl.constexpr, D, BFP: gl.constexpr, EVEN_D: gl.constexpr):
     """One saved state of the forward: [D, N] at ptr, then with BFP the D exponents. The layout of h, but with the states
     first, which is what lets a thread write its 8 states at once."""
-    ds = gl.program_id(0) * BD + gl.arange(0, BD, layout=gl.SliceLayout(0, F_SAVE))
-    ns = gl.arange(0, NP, layout=gl.SliceLayout(1, F_SAVE))
+    BD: gl.constexpr = h.shape[1]
+    ls: gl.constexpr = save_registers(BD)
+    ds = gl.program_id(0) * BD + gl.arange(0, BD, layout=gl.SliceLayout(0, ls))
+    ns = gl.arange(0, NP, layout=gl.SliceLayout(1, ls))
     p = ptr + ds[None, :] * N + ns[:, None]
     if BFP:
         m = gl.max(h.to(gl.int32, bitcast=True) & 0x7FFFFFFF, axis=0) >> 23  # exponent of the largest; 255: not finite
@@ -341,7 +371,7 @@ def save_state(ptr, h, d, N: gl.constexpr, D, BFP: gl.constexpr, EVEN_D: gl.cons
             gl.store(ptr + N * D + d, e.to(gl.int16), mask=d < D)
     else:
         v = h
-    v = gl.convert_layout(v, F_SAVE, assert_trivial=True)
+    v = gl.convert_layout(v, ls, assert_trivial=True)
     if N == NP and EVEN_D:
         gl.store(p, v)
     else:
@@ -369,12 +399,13 @@ def fwd_kernel(
     N: gl.constexpr, K: gl.constexpr, HAS_D: gl.constexpr, HAS_Z: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_INI: gl.constexpr, HAS_SEQ: gl.constexpr, SOFTPLUS: gl.constexpr, SAVE: gl.constexpr,
     BFP: gl.constexpr, OUT: gl.constexpr, ACC: gl.constexpr, GATE: gl.constexpr, EVEN_L: gl.constexpr, EVEN_D: gl.constexpr,
-    ZOH: gl.constexpr,
+    ZOH: gl.constexpr, BD: gl.constexpr,
 ):  # fmt: skip
     """Segment of LS steps. ini (rows, SEG, N, D): the state that comes in; hT (rows, D, N): the last one.
     keep (rows, L): 0 where a document begins, else 1. OUT = 0: no y, only states. ACC: acc (rows, L, D), y of the states
     before these, is added. GATE = 1: gate (rows, ceil(L / 16), CTAs of D) says where y is no help with the gradient of z;
     GATE = 2: gate (rows, L, D) is y before the gate."""
+    NW: gl.constexpr = BD // 16
     T: gl.constexpr = TF
     FINE: gl.constexpr = x_ptr.dtype.element_ty == gl.float32
     EVEN: gl.constexpr = EVEN_L and EVEN_D
@@ -382,11 +413,12 @@ def fwd_kernel(
     lay: gl.constexpr = gl.BlockedLayout([8, 1], [2, 16], [1, NW], [1, 0])
     ld: gl.constexpr = gl.SliceLayout(0, lay)
     ln: gl.constexpr = gl.SliceLayout(1, lay)
-    lt: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BD, BD // 8], [NW, 1], [1, 0])
+    lt: gl.constexpr = gl.BlockedLayout([1, BD // 8], [4, 8], [NW, 1], [1, 0])
+    lp: gl.constexpr = pair_registers(BD, 1)
     DT: gl.constexpr = x_ptr.dtype.element_ty
     W: gl.constexpr = 4 // (DT.primitive_bitwidth // 8)  # values a word
-    lw: gl.constexpr = gl.BlockedLayout([1, 8 // W], [256 // BD, BD // 8], [NW, 1], [1, 0])
-    lb: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [NW, 1], [1, 0])
+    lw: gl.constexpr = gl.BlockedLayout([1, BD // 8 // W], [4, 8], [NW, 1], [1, 0])
+    lb: gl.constexpr = gl.BlockedLayout([1, 8 // NW], [16 // NW, 2 * NW], [NW, 1], [1, 0])
     s1: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     s2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     pid_d = gl.program_id(0)
@@ -427,7 +459,7 @@ def fwd_kernel(
     kp = keep_ptr + b * L
     mt: gl.constexpr = T // TB
     mp = gate_ptr + b * ((L + TB - 1) // TB) * gl.num_programs(0) + pid_d
-    dS = gl.allocate_shared_memory(gl.float32, [T, BD, 2], F_SP2)  # delta, delta x
+    dS = gl.allocate_shared_memory(gl.float32, [T, BD, 2], pair_shared(BD))  # delta, delta x
     BS = gl.allocate_shared_memory(gl.float32, [T, NP], s1)
     CS = BS
     if OUT:
@@ -465,7 +497,7 @@ def fwd_kernel(
             delta = gl.where((tv + t0 < L)[:, None], delta, 0.0)
         zc = zr
         xc = xr
-        view(dS, [T, BD, 2], F_SP3).store(gl.join(delta, xv if ZOH else delta * xv))
+        view(dS, [T, BD, 2], pair_tile(BD, T)).store(gl.join(delta, xv if ZOH else delta * xv))
         view(BS, [T, NP], s2).store(Br.to(gl.float32))
         if OUT:
             view(CS, [T, NP], s2).store(Cr.to(gl.float32))
@@ -488,7 +520,7 @@ def fwd_kernel(
                     save_state(hp + (b * 0 + (t0 + u) // K) * R * D, h, d, N, D, BFP, EVEN_D)
                 elif t0 + u < L:
                     save_state(hp + (b * 0 + (t0 + u) // K) * R * D, h, d, N, D, BFP, EVEN_D)
-            du, uu = pair_load(dS.index(u), F_LP, ld)
+            du, uu = pair_load(dS.index(u), lp, ld)
             Bu = BS.index(u).load(ln)
             e = ex2(du[None, :] * A)
             a = e
@@ -514,10 +546,10 @@ def fwd_kernel(
                     za = gl.abs(zf)
                     if not EVEN:
                         za = gl.where((tv + t0 < L)[:, None] & (dv < D)[None, :], za, 1.0)
-                    low = gl.min(gl.reshape(za, [T, BD // 8, 8]), axis=2)
+                    low = gl.min(gl.reshape(za, [T, 8, BD // 8]), axis=2)
                     ll: gl.constexpr = low.type.layout
                     im = (gl.arange(0, T, layout=gl.SliceLayout(1, ll)) + t0) // TB
-                    im = im[:, None] + gl.zeros([1, BD // 8], gl.int32, layout=ll)
+                    im = im[:, None] + gl.zeros([1, 8], gl.int32, layout=ll)
                     gl.store(mp + im * gl.num_programs(0), (im * 0 + 1).to(gl.int8), mask=low < SMALL_Z)
             store_tile(yp + (b * 0 + t0) * D, offy, y, tv, dv, t0, L, D, EVEN)
     if hi == L:
@@ -529,11 +561,12 @@ def carry_kernel(
     x_ptr, dt_ptr, A_ptr, B_ptr, z_ptr, bias_ptr, keep_ptr, end_ptr, sum_ptr,
     L, D, DG, LS, SEG, sxb, sxl, stb, stl, szb, szl, sBb, sBl, sBg,
     N: gl.constexpr, REV: gl.constexpr, HAS_Z: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SEQ: gl.constexpr,
-    SOFTPLUS: gl.constexpr, EVEN_L: gl.constexpr, EVEN_D: gl.constexpr, ZOH: gl.constexpr,
+    SOFTPLUS: gl.constexpr, EVEN_L: gl.constexpr, EVEN_D: gl.constexpr, ZOH: gl.constexpr, BD: gl.constexpr,
 ):  # fmt: skip
     """State at the end of each segment, started from zero, and the segment's sum of delta. REV: the adjoint's carry,
     walked backwards (x is then dy, B is C; ZOH changes nothing). One more pass over the exponentials: for when there are too
     few CTAs."""
+    NW: gl.constexpr = BD // 16
     T: gl.constexpr = TF
     FINE: gl.constexpr = x_ptr.dtype.element_ty == gl.float32
     EVEN: gl.constexpr = EVEN_L and EVEN_D
@@ -541,11 +574,12 @@ def carry_kernel(
     lay: gl.constexpr = gl.BlockedLayout([4, 2], [4, 8], [1, NW], [0, 1])
     ld: gl.constexpr = gl.SliceLayout(0, lay)
     ln: gl.constexpr = gl.SliceLayout(1, lay)
-    lt: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BD, BD // 8], [NW, 1], [1, 0])
+    lt: gl.constexpr = gl.BlockedLayout([1, BD // 8], [4, 8], [NW, 1], [1, 0])
+    lp: gl.constexpr = pair_registers(BD, 2)
     DT: gl.constexpr = x_ptr.dtype.element_ty
     W: gl.constexpr = 4 // (DT.primitive_bitwidth // 8)  # values a word
-    lw: gl.constexpr = gl.BlockedLayout([1, 8 // W], [256 // BD, BD // 8], [NW, 1], [1, 0])
-    lb: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [NW, 1], [1, 0])
+    lw: gl.constexpr = gl.BlockedLayout([1, BD // 8 // W], [4, 8], [NW, 1], [1, 0])
+    lb: gl.constexpr = gl.BlockedLayout([1, 8 // NW], [16 // NW, 2 * NW], [NW, 1], [1, 0])
     s1: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     s2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     pid_d = gl.program_id(0)
@@ -576,7 +610,7 @@ def carry_kernel(
     zp = words(z_ptr) + b * (szb // W)
     Bp = B_ptr + b * sBb + (pid_d * BD) // DG * sBg
     kp = keep_ptr + b * L
-    dS = gl.allocate_shared_memory(gl.float32, [T, BD, 2], C_SP2)
+    dS = gl.allocate_shared_memory(gl.float32, [T, BD, 2], pair_shared(BD))
     BS = gl.allocate_shared_memory(gl.float32, [T, NP], s1)
     KS = BS
     if HAS_SEQ:
@@ -612,7 +646,7 @@ def carry_kernel(
                 uv = uv * zf * rcp(1.0 + ex2(zf * -LOG2E))
         elif not ZOH:
             uv = delta * uv
-        view(dS, [T, BD, 2], C_SP3).store(gl.join(delta, uv))
+        view(dS, [T, BD, 2], pair_tile(BD, T)).store(gl.join(delta, uv))
         view(BS, [T, NP], s2).store(Br.to(gl.float32))
         if HAS_SEQ:
             store_keep(KS, kp, tb, t0, L, s2, lb)
@@ -627,7 +661,7 @@ def carry_kernel(
         if REV and HAS_Z:
             zr = load_tile(zp + t * (szl // W), offz, tw, cw, t0, L, D // W, EVEN)
         for r in gl.static_range(T):
-            du, uu = pair_load(dS.index(T - 1 - r if REV else r), C_LP, ld)
+            du, uu = pair_load(dS.index(T - 1 - r if REV else r), lp, ld)
             Bu = BS.index(T - 1 - r if REV else r).load(ln)
             sd += du
             e = ex2(du[None, :] * A)
@@ -649,7 +683,7 @@ def steps(
 ):
     """The state after the S steps of group g."""
     for s in gl.static_range(S):
-        du, uu = pair_load(dS.index(g * S + s), B_LP, ld)
+        du, uu = pair_load(dS.index(g * S + s), pair_registers(h.shape[1], 2), ld)
         Bu = BS.index(g * S + s).load(ln)
         e = ex2(du[None, :] * A)
         a = e
@@ -727,7 +761,7 @@ def bwd_kernel(
     L, P0, PL, D, DG, ND, LS, SEG, ADJ, MORE, spb, sps, sgb, sgl, sxb, sxl, stb, stl, szb, szl, sBb, sBl, sBg, sCb, sCl, sCg,
     N: gl.constexpr, NT: gl.constexpr, HAS_D: gl.constexpr, HAS_Z: gl.constexpr, HAS_BIAS: gl.constexpr,
     HAS_SEQ: gl.constexpr, SOFTPLUS: gl.constexpr, BFP: gl.constexpr, DZ: gl.constexpr, ACC: gl.constexpr,
-    EVEN_L: gl.constexpr, EVEN_D: gl.constexpr, ZOH: gl.constexpr, PRE: gl.constexpr,
+    EVEN_L: gl.constexpr, EVEN_D: gl.constexpr, ZOH: gl.constexpr, PRE: gl.constexpr, BD: gl.constexpr, MD: gl.constexpr,
 ):  # fmt: skip
     """Steps P0 to P0 + PL (multiples of K = NT T) of each segment, last to first.
     adj (rows, N, D): what later steps hand to the state at the end of the range (ADJ = 0: nothing, not read); replaced by
@@ -739,6 +773,7 @@ def bwd_kernel(
     PRE = 0: 168 registers, three CTAs an SM, the next chunk prefetched into L2, the next tile loaded into registers only
     after the steps. PRE = 1: 255 registers, two CTAs an SM, the next tile loaded before the steps; the faster one where
     there are at most two CTAs for each SM."""
+    NW: gl.constexpr = BD // 16
     T: gl.constexpr = TB
     f32: gl.constexpr = gl.float32
     FINE: gl.constexpr = x_ptr.dtype.element_ty == gl.float32
@@ -746,24 +781,27 @@ def bwd_kernel(
     EVEN_B: gl.constexpr = EVEN_L and N == NP
     K: gl.constexpr = NT * T
     G: gl.constexpr = T // S
-    P: gl.constexpr = 8 * NW
+    P: gl.constexpr = BD // 2
     lay: gl.constexpr = gl.BlockedLayout([4, 2], [4, 8], [1, NW], [0, 1])
     ld: gl.constexpr = gl.SliceLayout(0, lay)
     ln: gl.constexpr = gl.SliceLayout(1, lay)
-    lt: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BD, BD // 8], [NW, 1], [1, 0])
-    l2: gl.constexpr = gl.BlockedLayout([1, 2, 8], [1, 256 // BD, BD // 8], [NW, 1, 1], [2, 1, 0])
-    ly: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 256 // BD, BD // 8], [NW, 1, 1], [2, 1, 0])
+    lt: gl.constexpr = gl.BlockedLayout([1, BD // 8], [4, 8], [NW, 1], [1, 0])
+    l2: gl.constexpr = gl.BlockedLayout([1, 2, BD // 8], [1, 4, 8], [NW, 1, 1], [2, 1, 0])
+    ly: gl.constexpr = gl.BlockedLayout([1, 1, BD // 8], [1, 4, 8], [NW, 1, 1], [2, 1, 0])
     ltd: gl.constexpr = gl.SliceLayout(0, lt)
+    lp: gl.constexpr = pair_registers(BD, 2)
     DT: gl.constexpr = x_ptr.dtype.element_ty
     W: gl.constexpr = 4 // (DT.primitive_bitwidth // 8)  # values a word
-    lw: gl.constexpr = gl.BlockedLayout([1, 8 // W], [256 // BD, BD // 8], [NW, 1], [1, 0])
-    lb: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [NW, 1], [1, 0])
-    lr: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 4, 8], [NW, 1, 1], [2, 1, 0])
-    lj: gl.constexpr = gl.BlockedLayout([1, 8, 2], [256 // BD, BD // 8, 1], [NW, 1, 1], [2, 1, 0])
+    lw: gl.constexpr = gl.BlockedLayout([1, BD // 8 // W], [4, 8], [NW, 1], [1, 0])
+    lb: gl.constexpr = gl.BlockedLayout([1, 8 // NW], [16 // NW, 2 * NW], [NW, 1], [1, 0])
+    lr: gl.constexpr = gl.BlockedLayout([1, 1, 2], [4 // NW, NW, 8], [NW, 1, 1], [2, 1, 0])
+    lj: gl.constexpr = gl.BlockedLayout([1, BD // 8, 2], [4, 8, 1], [NW, 1, 1], [2, 1, 0])
     lq: gl.constexpr = gl.BlockedLayout([1], [32], [NW], [0])
     s1: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     s2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     s3: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    sp: gl.constexpr = pair_tile(BD, T)
+    sw: gl.constexpr = row_tile(BD, T)
     sy: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 2, [1, 0])
     st: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 2, [2, 1, 0])
     pid_d = gl.program_id(0)
@@ -809,9 +847,17 @@ def bwd_kernel(
     pp = gl.where(rs % 2 == 0, pB_ptr + ps, pC_ptr + ps)[:, None] + ((rs // 2) * ND * N)[:, None] + rn[None, :]
     yp = words(y_ptr) + b * (L * D // W)
     kp = keep_ptr + b * L
-    mp = gate_ptr + b * ((L + T - 1) // T) * ND + pid_d
-    dS = gl.allocate_shared_memory(f32, [T, BD, 2], B_SP2)  # delta, delta x
-    gS = gl.allocate_shared_memory(f32, [T, BD], B_SW1)  # dy silu(z)
+    nm = ND
+    cm = pid_d
+    if MD > BD:
+        nm = (ND + 1) // 2
+        cm = pid_d // 2
+    if MD < BD:
+        nm = (D + MD - 1) // MD
+        cm = pid_d * 2
+    mp = gate_ptr + b * ((L + T - 1) // T) * nm + cm
+    dS = gl.allocate_shared_memory(f32, [T, BD, 2], pair_shared(BD))  # delta, delta x
+    gS = gl.allocate_shared_memory(f32, [T, BD], row_shared(BD))  # dy silu(z)
     BS = gl.allocate_shared_memory(f32, [T, NP], s1)
     CS = gl.allocate_shared_memory(f32, [T, NP], s1)
     KS = BS
@@ -820,10 +866,10 @@ def bwd_kernel(
     # delta of a chunk's first tile, from the sweep; with documents there is no room if three CTAs are to fit on an SM
     REUSE: gl.constexpr = NT == 2 and not HAS_SEQ
     if REUSE:
-        tS = gl.allocate_shared_memory(f32, [T, BD], B_SW2)
+        tS = gl.allocate_shared_memory(f32, [T, BD], sw)
     # the state before each group; once the group is done: rows 0-7 the sums over n of g B and of a g h_{t-1} A (ZOH: g r B
     # and that plus g B x exp(u)), a pair a step, rows 8-11 C . h where it is asked for
-    hS = gl.allocate_shared_memory(f32, [NT * G, NP, BD], B_SHL)
+    hS = gl.allocate_shared_memory(f32, [NT * G, NP, BD], state_shared(BD))
     rS = view(hS, [NT * G, NP, BD], sy)
     p0 = gl.allocate_shared_memory(f32, [4, P, NP], s3)  # partial dB, dC of two steps
     p1 = gl.allocate_shared_memory(f32, [4, P, NP], s3)
@@ -831,8 +877,8 @@ def bwd_kernel(
     dD = gl.zeros([T, BD], f32, layout=lt)
     db = gl.zeros([T, BD], f32, layout=lt)
     if not PRE:
-        aS = gl.allocate_shared_memory(f32, [T, BD], B_SW2)
-        eS = gl.allocate_shared_memory(f32, [T, BD], B_SW2)
+        aS = gl.allocate_shared_memory(f32, [T, BD], sw)
+        eS = gl.allocate_shared_memory(f32, [T, BD], sw)
         aS.store(dD)
         eS.store(db)
     R: gl.constexpr = N + 1 if BFP else N
@@ -854,7 +900,9 @@ def bwd_kernel(
         top = k % NT == NT - 1
         mark = 0
         if DZ == 1:
-            mark = gl.load(mp + (b * 0 + t0 // T) * ND).to(gl.int32)
+            mark = gl.load(mp + (b * 0 + t0 // T) * nm).to(gl.int32)
+            if MD < BD:
+                mark |= gl.load(mp + (b * 0 + t0 // T) * nm + 1, mask=cm + 1 < nm, other=0).to(gl.int32)
         if top:  # a new chunk: its saved state, and a sweep over all its tiles but this one
             h = load_state(hp + (b * 0 + t0 // K) * R * D, n, d, N, D, BFP, EVEN_D)
             if NT == 2:
@@ -867,7 +915,7 @@ def bwd_kernel(
                 delta = delta_of(dr, bv, bS, tv, t1, L, DT, lt, HAS_BIAS, SOFTPLUS, EVEN_L, FINE, PRE)
                 if REUSE:
                     tS.store(delta)
-                view(dS, [T, BD, 2], B_SP3).store(
+                view(dS, [T, BD, 2], sp).store(
                     gl.join(delta, unpack(xr, DT, lt) if ZOH else delta * unpack(xr, DT, lt))
                 )
                 view(BS, [T, NP], s2).store(Br.to(f32))
@@ -883,14 +931,14 @@ def bwd_kernel(
             xr, dr, gr, zr, yr, Br, Cr = load_all(xp, tp, gp, zp, yp, Bp, Cp, tw, cw,
                 tb, nb, t0, L, D, N, W, sxl, stl, sgl, szl, sBl, sCl, HAS_Z, DZ, EVEN, EVEN_B, PRE)  # fmt: skip
             if k % NT == 0 and k > 0:  # the next chunk, into L2: a warp each for x, dt, dy and z
-                i = gl.arange(0, 32 * NW, layout=lq)
+                i = gl.arange(0, 4 * 32, layout=lq)
                 w = i // 32
                 c = (t0 - K).to(gl.int64) + i % K
                 q = gl.where(w < 2, gl.where(w == 0, xp, tp), gl.where(w == 2, gp, zp))
                 c = c * gl.where(w < 2, gl.where(w == 0, sxl, stl), gl.where(w == 2, sgl, szl)) + pid_d * BD
                 prefetch(q + c // W)
         if k % NT == 0 and k > 0:  # and its saved state, and y
-            i = gl.arange(0, 32 * NW, layout=lq)
+            i = gl.arange(0, 4 * 32, layout=lq)
             w = i // 32
             i = i % 32
             c = gl.where(i < NP, pid_d * BD * N + i * BD, N * D * (R - N) + pid_d * BD)
@@ -926,8 +974,8 @@ def bwd_kernel(
                 delta = tS.load(lt)
         else:
             delta = delta_of(dr, bv, bS, tv, t0, L, DT, lt, HAS_BIAS, SOFTPLUS, EVEN_L, FINE, PRE)
-        view(dS, [T, BD, 2], B_SP3).store(gl.join(delta, xv if ZOH else delta * xv))
-        view(gS, [T, BD], B_SW2).store(gy)
+        view(dS, [T, BD, 2], sp).store(gl.join(delta, xv if ZOH else delta * xv))
+        view(gS, [T, BD], sw).store(gy)
         if PRE:
             dD += gy * xv
         else:
@@ -955,7 +1003,7 @@ def bwd_kernel(
             ul = ()
             for s in gl.static_range(S):
                 u = g * S + s
-                du, uu = pair_load(dS.index(u), B_LP, ld)
+                du, uu = pair_load(dS.index(u), lp, ld)
                 Bu = BS.index(u).load(ln)
                 e = ex2(du[None, :] * A)
                 a = e
@@ -1020,9 +1068,9 @@ def bwd_kernel(
         du, dd = gl.split(gl.permute(gl.reshape(q, [T, 2, BD]), [0, 2, 1]))
         du = gl.convert_layout(du, lt, assert_trivial=True)
         dd = gl.convert_layout(dd, lt, assert_trivial=True) * LN2
-        delta, _ = gl.split(view(dS, [T, BD, 2], B_SP3).load(lj))
+        delta, _ = gl.split(view(dS, [T, BD, 2], sp).load(lj))
         delta = gl.convert_layout(delta, lt, assert_trivial=True)
-        gy = view(gS, [T, BD], B_SW2).load(lt)
+        gy = view(gS, [T, BD], sw).load(lt)
         xv = unpack(xc, DT, lt)
         dx = du if ZOH else du * delta
         if HAS_D:
