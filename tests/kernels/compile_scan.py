@@ -6,6 +6,7 @@ The launchers run on CPU tensors with every kernel replaced by a recorder: what 
 Run it in a process of its own: interpreted kernels cannot be compiled.
 """
 
+import itertools
 import json
 import re
 import subprocess
@@ -172,14 +173,16 @@ def main(arch, kind, which="all"):
         from seqmix_kernels.selective_scan import gluon_kernels
 
         modules.append(gluon_kernels)
-    for name, kwargs, *rest in CASES[kind]:
+    blocks = (64, 32) if kind == "gluon" else (None,)
+    for (name, kwargs, *rest), block in itertools.product(CASES[kind], blocks):
         if which != "all" and name not in FIRST:
             continue
         if kind == "gluon":
             few, segments, *rest = rest
             fused.SMS = 132 if few else 0  # two variants of the backward: by the number of CTAs
-            how = {"how": fused.Plan(True, segments, segments)}
+            how = {"how": fused.Plan(True, segments, segments, block, block)}
             rest = rest or ["euler"]
+            name += f", CTAs of {block}"
         else:
             how = {}
         seen = set()

@@ -5,8 +5,10 @@ factor: 4, for another order of summation and exp2 in place of exp. 16-bit input
 2^-15 of the channel's largest, which reaches dA and ddt_bias (the interpreter truncates to bfloat16: one more bit).
 """
 
+import functools
 import json
 import math
+import operator
 import os
 import subprocess
 import sys
@@ -111,6 +113,50 @@ def test_segments_fill_whole_waves(monkeypatch):
     assert [fused.whole_waves(*shape) for shape in shapes] == [2, 1, 4, 1, 1]
 
 
+def test_ctas_are_narrow_where_the_busiest_sm_then_has_fewer_warps(monkeypatch):
+    from seqmix_kernels.selective_scan import fused
+
+    monkeypatch.setattr(fused, "SMS", 132)
+    # 192 wide CTAs or 384 narrow ones: 8 warps or 6; 320: 12 or 10; 384: 12 either way; 128: 4 either way; 64: 4 or 2;
+    # 400 do not run at once; half of a wide one would be empty
+    shapes = (8, 1536), (20, 1024), (8, 3072), (64, 128), (32, 128), (400, 64), (132, 32)
+    assert [fused.block_for(*shape) for shape in shapes] == [32, 32, 64, 64, 32, 64, 32]
+    x = torch.empty(8, 2048, 1536)
+    monkeypatch.setattr(fused, "gluon_why_not", lambda x, groups: None)
+    assert fused.plan(x, 1, "euler") == fused.Plan(True, 1, 1, 32, 32)
+    assert fused.plan(x, 1, "zoh") == fused.Plan(True, 1, 4, 32, 64), "split, the backward has enough CTAs"
+    assert fused.plan(x[:2], 1, "euler")[3:] == (64, 64, None)
+
+
+@pytest.mark.parametrize("block", [32, 64])
+def test_shared_memory_has_no_bank_conflicts(block):
+    """Eight lanes that move 16 bytes each, or sixteen with 8, touch every bank at most once."""
+    from seqmix_kernels.selective_scan import gluon_kernels as gk
+
+    def free(layout, lanes, size):
+        """lanes: what each accesses first, coordinates without the rows of a tile; size in words."""
+        words = []
+        for at in lanes:
+            # the offset whose bases' xor is `at`: the layouts are small enough to try all
+            found = [
+                o for o in range(1 << len(layout.offset_bases))
+                if [functools.reduce(operator.xor, (b[i] for k, b in enumerate(layout.offset_bases) if o >> k & 1), 0)
+                    for i in range(len(at))] == list(at)
+            ]  # fmt: skip
+            words += range(found[0], found[0] + size)
+        return len({w % 32 for w in words}) == len(words)
+
+    own = block // 8  # channels of a thread in a tile, whose lanes of a row are eight
+    pairs, rows, states = gk.pair_shared(block), gk.row_shared(block), gk.state_shared(block)
+    assert all(free(pairs, [(lane * own + c, 0) for lane in range(8)], 4) for c in range(0, own, 2))
+    assert all(free(rows, [(lane * own + c,) for lane in range(8)], 4) for c in range(0, own, 4))
+    for warp in range(0, block, 16):
+        assert free(pairs, [(warp + lane, 0) for lane in range(16)], 2)  # the steps of the forward
+        assert free(pairs, [(warp + 2 * lane, 0) for lane in range(8)], 4)  # of the backward
+        assert free(rows, [(warp + 2 * lane,) for lane in range(8)], 2)
+        assert all(free(states, [(lane % 4 * 4, warp + c + lane // 4 * 2) for lane in range(8)], 4) for c in (0, 1, 4, 8, 12))
+
+
 @pytest.mark.parametrize(("groups", "channels", "wide"), [(1, 5, 6), (3, 5, 8)])
 def test_padded_channels_change_nothing(groups, channels, wide):
     from seqmix_kernels.selective_scan import bench_gpu, fused, reference
@@ -149,7 +195,7 @@ def test_kernels_compile_for_hopper_without_spills(kind):
 def test_kernels_compile_for_ampere_and_blackwell(kind, allowed):
     for arch in ("80", "100"):
         rows = [r for r in script("compile_scan.py", arch, kind, "first") if r["kernel"] in ("fwd_kernel", "bwd_kernel")]
-        assert len(rows) == (2 if kind == "plain" else 4)
+        assert len(rows) == (2 if kind == "plain" else 8)
         assert all(r["in_loop"] == 0 for r in rows if r["kernel"] == "bwd_kernel")
         assert all(r["stack"] <= allowed and r["shared"] <= 99 * 1024 for r in rows)
 
@@ -194,6 +240,7 @@ def test_real_kernels_match_the_equation(scan, case):
     hows = [(fused.Plan(False), 0)]
     if fused.gluon_why_not(args[0], case[4]) is None:
         hows += [(fused.Plan(True, 1, 1), 0), (fused.Plan(True, 3, 3), 132)]
+        hows += [(fused.Plan(True, 1, 1, 32, 32), 132), (fused.Plan(True, 3, 3, 32, 64), 0)]
     for how, fused.SMS in hows:
         e = bench.errors(args, how)
         assert e.same and not within(e.ours, e.torch, args[0].dtype != torch.float32), how
@@ -225,6 +272,8 @@ def test_zero_order_hold_and_padded_channels_in_gluon(scan, case):
     seq = (torch.arange(length, device="cuda") * 3 // length).repeat(case[0], 1)
     one, three = fused.Plan(True, 1, 1), fused.Plan(True, 3, 3)
     runs = [("zoh", None, one, 0), ("zoh", seq, three, 0), ("euler", seq, three, 132), ("euler", None, one, 0)]
+    narrow_one, narrow_three = (how._replace(block=32, backward_block=32) for how in (one, three))
+    runs += [("zoh", seq, narrow_one, 132), ("zoh", None, narrow_three, 0), ("euler", seq, narrow_one, 132)]
     for discretization, seq_idx, how, fused.SMS in runs:
         e = bench.errors(args, how, discretization=discretization, seq_idx=seq_idx)
         assert e.same and not within(e.ours, e.torch, args[0].dtype != torch.float32), (discretization, seq_idx, how)
@@ -238,9 +287,9 @@ def test_partial_sums_in_the_gradients_memory(scan, case, monkeypatch):
     monkeypatch.setattr(fused, "PARTIALS", 0)
     for dtype in (torch.bfloat16, torch.float32):
         args = bench.inputs(*case, dtype=dtype)
-        for segments in (1, 3):
-            e = bench.errors(args, fused.Plan(True, segments, segments))
-            assert e.same and not within(e.ours, e.torch, dtype != torch.float32), (dtype, segments)
+        for segments, block in ((1, 64), (3, 64), (1, 32), (3, 32)):
+            e = bench.errors(args, fused.Plan(True, segments, segments, 64, block))
+            assert e.same and not within(e.ours, e.torch, dtype != torch.float32), (dtype, segments, block)
 
 
 @pytest.mark.gpu
@@ -249,9 +298,10 @@ def test_a_gate_that_is_shut(scan):
     bench, fused = scan
     for zeros in (lambda z: z[:, 37:41].zero_(), lambda z: z[0, 20, 5].zero_(), torch.Tensor.zero_,
                   lambda z: z[:, :, 3].fill_(-200.0), lambda z: z.mul_(1e-7)):  # fmt: skip
-        args = bench.inputs(2, 100, 128, 16)
+        args = bench.inputs(2, 100, 168, 16)  # an odd number of narrow CTAs
         zeros(args[6])
-        hows = (fused.Plan(True, 1, 1), 0), (fused.Plan(True, 2, 2), 132)
+        hows = [(fused.Plan(True, 1, 1), 0), (fused.Plan(True, 2, 2), 132), (fused.Plan(True, 1, 1, 32, 32), 132)]
+        hows += [(fused.Plan(True, 2, 2, 32, 64), 0), (fused.Plan(True, 1, 1, 64, 32), 0)]  # marks of another width
         for how, fused.SMS in hows:
             e = bench.errors(args, how)
             assert e.same and not within(e.ours, e.torch, True), how
@@ -263,7 +313,8 @@ def test_documents_and_strides_on_the_gpu(scan):
     seq = torch.tensor([0] * 20 + [1] * 33 + [2] * 7, device="cuda").repeat(2, 1)
     for n in (16, 20):
         args = bench.inputs(2, 60, 64, n)
-        hows = (fused.Plan(True, 1, 1), 0), (fused.Plan(True, 2, 2), 132), (fused.Plan(False), 0)
+        hows = [(fused.Plan(True, 1, 1), 0), (fused.Plan(True, 2, 2), 132), (fused.Plan(False), 0)]
+        hows += [(fused.Plan(True, 1, 1, 32, 32), 132), (fused.Plan(True, 2, 2, 32, 32), 0)]
         for how, fused.SMS in hows:
             e = bench.errors(args, how, seq_idx=seq)
             assert e.same and not within(e.ours, e.torch, True), (n, how)
@@ -288,7 +339,7 @@ def test_no_length_is_special_on_the_gpu(scan, length):
         args = bench.inputs(2, length, 72, 16, dtype=dtype)
         for bias in (-4.6, 1.0):  # what a padded tail must not do depends on softplus(bias)
             args[7] = torch.full((72,), bias, device="cuda")
-            hows = (fused.Plan(True, 1, 1), 0), (fused.Plan(True, 2, 2), 132)
+            hows = (fused.Plan(True, 1, 1), 0), (fused.Plan(True, 2, 2), 132), (fused.Plan(True, 1, 1, 32, 32), 132)
             for how, fused.SMS in hows:
                 e = bench.errors(args, how)
                 assert e.same and not within(e.ours, e.torch, dtype != torch.float32), (dtype, bias, how)
@@ -297,7 +348,7 @@ def test_no_length_is_special_on_the_gpu(scan, length):
 @pytest.mark.gpu
 def test_not_a_number_stays_in_its_row_on_the_gpu(scan):
     bench, fused = scan
-    hows = [fused.Plan(True, 1, 1), fused.Plan(True, 2, 2), fused.Plan(False)]
+    hows = [fused.Plan(True, 1, 1), fused.Plan(True, 2, 2), fused.Plan(True, 1, 1, 32, 32), fused.Plan(False)]
     for i, name in ((0, "x"), (1, "dt"), (2, "A")):
         for how, width, rule in [(h, 64, "euler") for h in hows] + [(h, 63, "zoh") for h in hows]:
             args = bench.inputs(2, 80, width, 16)

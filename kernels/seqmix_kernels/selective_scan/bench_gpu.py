@@ -1,6 +1,7 @@
 """Times the fused scan on the GPU at hand, through the public operator and autograd, after checking it there.
 
-    python -m seqmix_kernels.selective_scan.bench_gpu [check] [speed] [graph] [peer] [host] [states] [forms] [family] [BxLxD]
+    python -m seqmix_kernels.selective_scan.bench_gpu [check] [speed] [graph] [peer] [host] [states] [forms] [waves] [family]
+                                                        [BxLxD]
     python -m seqmix_kernels.selective_scan.bench_gpu figure numbers_h200.jsonl family.svg
 
 check   relative error of every output and gradient against the plain recurrence in float64, on the device
@@ -11,14 +12,18 @@ peer    the same by mamba_ssm's CUDA kernel, where it is installed
 host    us of the host a call, of a shape so small that the GPU waits, and what the parts of a call take
 states  time against N
 forms   both discretizations, an odd D, plain Triton beside Gluon; other numbers of segments
+waves   forward and backward with CTAs of 64 and of 32 channels, split or not, loading ahead or not: checked, then timed as
+        CUDA graphs; one JSON line each, for the shapes below or those given
 family  every implementation, and the loops one would write first, against L: one JSON line a point (also on a CPU)
 figure  draws those lines
 """
 
 import json
+import multiprocessing
 import statistics
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,12 +31,16 @@ import torch
 import triton
 from triton.testing import do_bench
 
+from ..graph_timing import graph_milliseconds
 from . import bench, fused, op, reference
 
 BANDWIDTH = 4.27e12  # bytes/s of a device-to-device copy on an H200, measured
 SFU_CLOCK = 1.96e9  # of its SMs under this load, as Nsight Compute reads it; 16 exponentials a clock an SM
 NAMES = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state")
 SHAPES = ((8, 2048, 3072), (8, 4096, 2048), (64, 4096, 128), (32, 512, 1536), (1, 65536, 1536), (1, 131072, 2048))
+WAVES = ((8, 2048, 1536), (2, 8192, 1536), (8, 512, 128), (32, 72, 128), (64, 4096, 128), (8, 2048, 3072), (32, 512, 1536),
+         (1, 65536, 1536))  # fmt: skip
+COMPARED = 2, 128, 192  # with float64, before those are timed
 # B, L, D, N, G, dtype, options left out
 CASES = (
     (2, 512, 128, 16, 1, torch.bfloat16, ()),
@@ -339,6 +348,74 @@ def forms():
             line(f"B1 L{length} D{width} segments {segments}", args, fused.Plan(True, segments, segments))
 
 
+def alternatives(x):
+    """(pass, plan): ways to launch the forward, then the backward, with the other pass as `fused.plan` has it."""
+    chosen = fused.plan(x, 1, "euler")
+    counts = [n for n in (1, 2, 3, 4) if x.shape[1] >= 32 * n]
+    for block in (fused.BLOCK, fused.NARROW):
+        for n in sorted({*counts, chosen.segments}):
+            yield "forward", chosen._replace(segments=n, block=block)
+        for n in sorted({*counts, chosen.backward}):
+            for ahead in (True, False):
+                yield "backward", chosen._replace(backward=n, backward_block=block, ahead=ahead)
+
+
+def compared(shape):
+    """Runs, and so compiles, each alternative once: the largest relative error of its outputs, against float64, or where that
+    takes too long against CTAs of 64 channels and no split."""
+    args = inputs(*shape, 16, without=("initial_state",))
+    dy = torch.randn(args[0].shape, generator=torch.Generator(args[0].device).manual_seed(1), device=args[0].device).to(args[0])
+    want, rows = None, []
+    for name, how in [("both", fused.Plan(True)), *alternatives(args[0])]:
+        if shape == COMPARED:
+            e = errors(args, how)
+            wrong = {k: v for k, v in e.ours.items() if not v <= 4 * e.torch[k] + 2e-4}
+            rows.append({"shape": shape, "pass": name, "how": how, "of float64": max(e.ours.values()), "wrong": wrong})
+            continue
+        y, _, *saved = fused.forward(*args, None, True, "euler", None, how=how)
+        got = [y, *(g for g in fused.backward(dy, None, *args, None, y, *saved, True, "euler", None, how=how) if g.numel())]
+        want = want or got
+        off = [((g.float() - w.float()).norm() / w.float().norm()).item() for g, w in zip(got, want, strict=True)]
+        rows.append({"shape": shape, "pass": name, "how": how, "of wide": max(off), "wrong": [v for v in off if not v < 5e-3]})
+    return rows
+
+
+def waves(shapes=WAVES):
+    # a process for each shape: compiled there in parallel, found on disk here
+    with ProcessPoolExecutor(len(shapes) + 1, multiprocessing.get_context("spawn")) as pool:
+        rows = [row for made in pool.map(compared, [COMPARED, *shapes]) for row in made]
+    for row in rows:
+        if row["wrong"]:
+            print(json.dumps(row), flush=True)
+    print(json.dumps({"compared": len(rows), "wrong": sum(bool(r["wrong"]) for r in rows)}), flush=True)
+    for shape in shapes:
+        args = inputs(*shape, 16, without=("initial_state",))
+        chosen, dy = fused.plan(args[0], 1, "euler"), torch.randn_like(args[0])
+        before = chosen._replace(block=fused.BLOCK, backward_block=fused.BLOCK)
+        for name, how in [("both, the plan", chosen), ("both, CTAs of 64 channels", before), *alternatives(args[0])]:
+
+            def forward(how=how, args=args):
+                return fused.forward(*args, None, True, "euler", None, how=how)
+
+            y, _, *saved = forward()
+
+            def backward(y=y, saved=saved, how=how, args=args, dy=dy):
+                return fused.backward(dy, None, *args, None, y, *saved, True, "euler", None, how=how)
+
+            def both(forward=forward, backward=backward):
+                y, _, *saved = forward()
+                return backward(y, saved)
+
+            call = {"forward": forward, "backward": backward}.get(name, both)
+            ms = graph_milliseconds(call, 7, 4 if shape[1] < 65536 else 1)
+            row = {"shape": "B{} L{} D{}".format(*shape), "pass": name, "ms": round(ms, 4)}
+            if name == "forward":
+                row |= {"channels": how.block, "segments": how.segments}
+            if name == "backward":
+                row |= {"channels": how.backward_block, "segments": how.backward, "ahead": how.ahead}
+            print(json.dumps(row), flush=True)
+
+
 def first():
     args = inputs(2, 256, 256, 16, without=("initial_state",))
     start = time.perf_counter()
@@ -405,13 +482,13 @@ def main(parts):
         torch.zeros(1, device="cuda")
         first()
     for part in parts or ("check", "speed"):
-        PARTS[part](shapes) if shapes and part in ("speed", "graph", "peer") else PARTS[part]()
+        PARTS[part](shapes) if shapes and part in ("speed", "graph", "peer", "waves") else PARTS[part]()
     return None
 
 
 PARTS = {
     "check": check, "speed": speed, "graph": graph, "peer": peer, "host": host, "states": states, "forms": forms,
-    "family": family,
+    "waves": waves, "family": family,
 }  # fmt: skip
 
 
