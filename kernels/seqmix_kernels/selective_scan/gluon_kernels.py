@@ -5,13 +5,14 @@ step's delta B becomes r B, r = (exp(delta A) - 1) / A a state, made again where
 
 Same contract and the same saved states as the plain form, so forward and backward of the two can be mixed.
 
-A CTA owns BD = 64 channels of one segment of one batch row (4 warps, 16 channels each) and walks it in tiles of T
-steps, serially: 32 forward, 16 backward. The states live in registers. Three kinds of layout:
+A CTA owns BD channels of one segment of one batch row, 64 or 32 (16 for each warp), and walks it in tiles of T steps,
+serially: 32 forward, 16 backward. The states live in registers. Three kinds of layout:
   lay   [NP, BD], the recurrence. Forward: 8 states x 1 channel a thread, two lanes a channel: y costs one shuffle.
         Backward: 4 states x 2 channels, lane bits 0-1 over states and 2-4 over channels: half as many partial sums of
         dB and dC. Its slices read rows of shared memory: B, C as 128-bit broadcasts, (delta, delta x) as pairs.
-  lt    [T, BD], elementwise work and global memory: 8 neighbouring channels of one step a thread (128-bit accesses).
-  shared memory between the two: `layouts()` picks bit patterns that keep both sides free of bank conflicts.
+  lt    [T, BD], elementwise work and global memory: eight lanes for a step, BD / 8 neighbouring channels each (128 or 64
+        bits). With 8 channels a lane for narrow CTAs too, two steps would meet in the same banks of shared memory.
+  shared memory between the two: the functions below choose bit patterns that keep both sides free of bank conflicts.
 A tile: (1) in lt: softplus, delta x, the gate -> fp32 shared memory; (2) in lay: the steps; (3) in lt: the rest, store.
 
 The backward takes a chunk of NT = 1 or 2 tiles from its saved state, last tile first. One forward sweep over the chunk
@@ -40,8 +41,8 @@ NEAR_FINE, NEAR = gl.constexpr(0.75), gl.constexpr(0.375)  # |delta A log2(e)| b
 SMALL_Z = gl.constexpr(2.0**-24)  # below it (0 above all) the output tells too little of what was gated
 
 
-# ---- layouts by the channels of a CTA: 32 or 64. constexpr functions, for an argument would become a string at each launch.
-# Those of shared memory are lists of bases: bit i of the offset -> coordinates; a coordinate's own bits are their xor.
+# ---- layouts for CTAs of BD channels: made here, as a layout that is an argument would become a string at each launch ----
+# Those of shared memory are lists of bases: bit i of the offset -> coordinates (xor of bases).
 
 
 @gluon.constexpr_function
@@ -51,7 +52,7 @@ def powers(n):
 
 @gluon.constexpr_function
 def pair_registers(BD, CHANNELS):
-    """[BD, 2], (delta, delta x): 1 or 2 channels a thread; the other lanes hold the same (1: lane bit 4, 2: bits 0-1)."""
+    """[BD, 2], (delta, delta x): 1 channel per thread, the same in lanes that differ in bit 4, or 2 channels and bits 0-1."""
     channels = [[v, 0] for v in powers(BD)]
     if CHANNELS == 1:
         return gl.DistributedLinearLayout([[0, 1]], channels[:4] + [[0, 0]], channels[4:], [], [BD, 2])
@@ -60,7 +61,7 @@ def pair_registers(BD, CHANNELS):
 
 @gluon.constexpr_function
 def pair_channels(BD):
-    # 16-byte chunks xored by higher channel bits, so that writers of BD / 8 channels hit all banks
+    """Channel bits of pairs: 16-byte chunks xored by higher bits, so that writers of BD / 8 channels hit all banks."""
     return [v ^ (v >> 3 if v >= 16 else 0) for v in powers(BD)]
 
 
@@ -100,7 +101,7 @@ def row_tile(BD, T):
 
 @gluon.constexpr_function
 def save_registers(BD):
-    """[NP, BD], 8 states of a channel a thread: the forward's, with the states first."""
+    """[NP, BD], 8 states of a channel per thread: the forward's layout of h with the states first."""
     d = [[0, v] for v in powers(BD)]
     return gl.DistributedLinearLayout([[1, 0], [2, 0], [4, 0]], d[:4] + [[8, 0]], d[4:], [], [16, BD])
 
@@ -772,7 +773,8 @@ def bwd_kernel(
     ACC: accx, acct (rows, L, D), shares of other states, are added to dx and ddt.
     PRE = 0: 168 registers, three CTAs an SM, the next chunk prefetched into L2, the next tile loaded into registers only
     after the steps. PRE = 1: 255 registers, two CTAs an SM, the next tile loaded before the steps; the faster one where
-    there are at most two CTAs for each SM."""
+    there are at most two CTAs for each SM (of 64 channels, or four of 32).
+    MD: the channels of a CTA of the forward, and so of a mark in gate; ND: the CTAs of D here."""
     NW: gl.constexpr = BD // 16
     T: gl.constexpr = TB
     f32: gl.constexpr = gl.float32
