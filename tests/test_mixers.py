@@ -154,6 +154,38 @@ def test_gradients_cross_the_cut(name):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-11 * max(1.0, float(a.abs().max())))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("keys", [{}, {"n_kv_heads": 2}, {"positions": "alibi"}, {"window": 3}], ids=str)
+@pytest.mark.parametrize("sizes", [[1] * 5, [2, 3]], ids=["steps", "pieces"])
+@over_models
+def test_on_a_gpu_gradients_through_steps_and_pieces_are_those_of_forward(name, sizes, keys):
+    """A fused operator without a backward must not stand where a gradient is wanted, and every backward reads any strides."""
+    if keys and name != "transformer":
+        return pytest.skip("its options")
+    torch.manual_seed(0)
+    mixer = jitter(instantiate(CONFIGS[name].model, **keys)(d_model=64)).cuda()
+    x, weight = (normal(3, 5, 64, dtype=torch.float32, seed=seed).cuda() for seed in (1, 2))
+
+    def gradients(way):
+        leaf = x.clone().requires_grad_()
+        return torch.autograd.grad((way(leaf) * weight).sum(), [leaf, *mixer.parameters()])
+
+    def stepped(x):
+        state, ys = mixer.init_state(len(x)), []
+        for piece in x.split(sizes, dim=1):
+            if piece.shape[1] == 1:
+                y, state = mixer.step(piece[:, 0], state)
+                y = y[:, None]
+            else:
+                y, state = mixer.prefill(piece, state)
+            ys.append(y)
+        return torch.cat(ys, dim=1)
+
+    for (parameter, _), got, want in zip([("x", x), *mixer.named_parameters()], *map(gradients, (stepped, mixer)), strict=True):
+        assert (got - want).norm() <= 1e-3 * want.norm() + 1e-6, parameter
+
+
 @over_models
 @torch.no_grad()
 def test_state_is_functional(name):

@@ -154,6 +154,34 @@ def test_the_fused_rotation_is_the_plain_one(dtype, width, P, ragged):
         assert (a - b).norm() <= 4 * max(torch.finfo(dtype).eps, 600 * 2.0**-24) * b.norm()
 
 
+def test_the_rotation_of_one_position_reads_gradients_of_any_strides():
+    """torch calls a tensor contiguous whatever the stride of an axis of length 1, and the gradient of a cache has another."""
+    qk = torch.randn(3, 1, 6, 32, device="cuda")
+    at = torch.tensor([7], device="cuda")
+    grads = []
+    for exact in (False, True):
+        leaf = (qk.double() if exact else qk).detach().requires_grad_()
+        q, k = rotate_queries_and_keys(leaf, 4, at, 32, 10_000.0, 1.0)
+        weights = torch.linspace(-1, 1, k.numel(), device="cuda", dtype=k.dtype).view(3, 2, 1, 32).transpose(1, 2)
+        assert weights.is_contiguous() and weights.stride(1) != weights.stride(0)
+        grads.append(torch.autograd.grad((q.sum() + (k * weights).sum()), leaf)[0].double())
+    assert (grads[0] - grads[1]).norm() <= 1e-5 * grads[1].norm()
+
+
+def test_a_fused_step_is_not_taken_where_a_gradient_is_wanted():
+    q, k, v = (torch.randn(2, h, 32, device="cuda") for h in (4, 2, 2))
+    caches = [torch.randn(2, 2, 64, 32, device="cuda") for _ in range(2)]
+    length = torch.tensor([3, 9], dtype=torch.int32, device="cuda")
+    q.requires_grad_()
+    with pytest.raises(ValueError, match="it has no gradient"):
+        attention_step(q, k, v, *caches, length, impl="fused")
+    (got,) = torch.autograd.grad(attention_step(q, k, v, *(c.clone() for c in caches), length)[0].square().sum(), q)
+    exact = q.detach().double().requires_grad_()
+    y, _ = attention_step(exact, k.double(), v.double(), *(c.double() for c in caches), length)
+    (want,) = torch.autograd.grad(y.square().sum(), exact)
+    assert (got - want).norm() <= 1e-4 * want.norm()
+
+
 def model(**keys):
     torch.manual_seed(0)
     mixer = partial(Attention, n_heads=4, **keys)

@@ -104,13 +104,15 @@ def test_zero_order_hold_near_and_far_from_zero(fine):
         assert torch.all((ours - wanted).abs() <= bound * wanted.abs() + 1e-37)
 
 
-def test_segments_fill_whole_waves(monkeypatch):
+def test_segments_fill_the_sms_evenly(monkeypatch):
     from seqmix_kernels.selective_scan import fused
 
     monkeypatch.setattr(fused, "SMS", 132)
     # 384 CTAs in 264 places; 256; 192, of which four times as many are three full waves; 1024, nearly four; too short
     shapes = (8, 2048, 3072), (8, 4096, 2048), (4, 4096, 3072), (32, 2048, 2048), (8, 1024, 3072)
-    assert [fused.whole_waves(*shape) for shape in shapes] == [2, 1, 4, 1, 1]
+    assert [fused.even_segments(*shape, True) for shape in shapes] == [2, 1, 4, 1, 1]
+    # Euler: three per SM as they are; two at most, and half as many on most SMs otherwise; two or one, then three halves; ...
+    assert [fused.even_segments(*shape, False) for shape in shapes] == [1, 1, 2, 1, 1]
 
 
 def test_ctas_are_narrow_where_the_busiest_sm_then_has_fewer_warps(monkeypatch):
@@ -123,7 +125,8 @@ def test_ctas_are_narrow_where_the_busiest_sm_then_has_fewer_warps(monkeypatch):
     assert [fused.block_for(*shape) for shape in shapes] == [32, 32, 64, 64, 32, 64, 32]
     x = torch.empty(8, 2048, 1536)
     monkeypatch.setattr(fused, "gluon_why_not", lambda x, groups: None)
-    assert fused.plan(x, 1, "euler") == fused.Plan(True, 1, 1, 32, 32)
+    assert fused.plan(x, 1, "euler") == fused.Plan(True, 1, 2, 32, 64)
+    assert fused.plan(x[:, :1024], 1, "euler") == fused.Plan(True, 1, 1, 32, 32), "too short to be split"
     assert fused.plan(x, 1, "zoh") == fused.Plan(True, 1, 4, 32, 64), "split, the backward has enough CTAs"
     assert fused.plan(x[:2], 1, "euler")[3:] == (64, 64, None)
 

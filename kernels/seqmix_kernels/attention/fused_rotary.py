@@ -41,37 +41,39 @@ def turn(
             tl.store(target + (2 * HALF + r)[None, :], untouched, mask=rest)
 
 
-def launch(q_in, k_in, q_out, k_out, positions, frequency, shrink, back):
-    """All (B, L, h, P) with B and L laid out as one axis, P dense."""
-    B, L, H, P = q_in.shape
+def launch(q_in, k_in, q_out, k_out, positions, frequency, L, shrink, back):
+    """All (B L, h, P), P dense."""
+    tokens, H, P = q_in.shape
     if q_in.numel() == 0:
         return
     half = len(frequency)
-    turn[(triton.cdiv(B * L, 8),)](
-        q_in, k_in, q_out, k_out, positions, frequency, L, B * L, shrink,
-        *(s for t in (q_in, k_in, q_out, k_out) for s in t.stride()[1:3]),
+    turn[(triton.cdiv(tokens, 8),)](
+        q_in, k_in, q_out, k_out, positions, frequency, L, tokens, shrink,
+        *(s for t in (q_in, k_in, q_out, k_out) for s in t.stride()[:2]),
         positions.stride(0) if positions.dim() == 2 else 0, positions.stride(-1),
-        H=H, H_KV=k_in.shape[2], P=P, HALF=half, BACK=back, BT=8, BH=triton.next_power_of_2(half),
+        H=H, H_KV=k_in.shape[1], P=P, HALF=half, BACK=back, BT=8, BH=triton.next_power_of_2(half),
         BR=triton.next_power_of_2(max(1, P - 2 * half)), num_warps=4,
     )  # fmt: skip
 
 
 def _flat(t):
-    """t, copied unless (B, L) is one axis and P is dense."""
-    return t if t.stride(-1) == 1 and (len(t) == 1 or t.stride(0) == t.shape[1] * t.stride(1)) else t.contiguous()
+    """(B, L, h, P) as (B L, h, P), P dense; a copy where it must be. Of an axis of length 1 a stride says nothing, so B and L
+    are made one axis, not taken for one."""
+    t = t.flatten(0, 1)
+    return t if t.stride(-1) == 1 else t.contiguous()
 
 
 def forward(qk, positions, frequency, shrink, n_heads):
-    qk = _flat(qk)
     B, L, heads, P = qk.shape
+    qk = _flat(qk)
     q, k = (torch.empty(B, L, n, P, dtype=qk.dtype, device=qk.device) for n in (n_heads, heads - n_heads))
-    launch(qk[:, :, :n_heads], qk[:, :, n_heads:], q, k, positions, frequency, shrink, back=False)
+    launch(qk[:, :n_heads], qk[:, n_heads:], _flat(q), _flat(k), positions, frequency, L, shrink, back=False)
     return q, k
 
 
 def backward(dq, dk, positions, frequency, shrink):
-    dq, dk = _flat(dq), _flat(dk)
     B, L, H, P = dq.shape
     dqk = torch.empty(B, L, H + dk.shape[2], P, dtype=dq.dtype, device=dq.device)
-    launch(dq, dk, dqk[:, :, :H], dqk[:, :, H:], positions, frequency, shrink, back=True)
+    flat = _flat(dqk)
+    launch(_flat(dq), _flat(dk), flat[:, :H], flat[:, H:], positions, frequency, L, shrink, back=True)
     return dqk

@@ -42,12 +42,14 @@ def attention_step(
             the slots that are filled and no other. "torch" is the same in plain torch, for any device.
 
     Returns:
-        y (B, H, P) in q's dtype, and length + 1. No gradients: training takes `attention`.
+        y (B, H, P) in q's dtype, and length + 1. "fused" has no gradient; "auto" takes "torch" where one is wanted.
 
     Raises:
         ValueError: an implementation that cannot run here.
     """
-    reason = why_not(q, k_cache)
+    given = (q, k, v, k_cache, v_cache)
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+    reason = "it has no gradient" if needs_grad else why_not(q, k_cache)
     if impl not in STEP_IMPLS:
         raise ValueError(f"impl must be one of {', '.join(STEP_IMPLS)}; got {impl!r}")
     if impl == "fused" and reason:

@@ -119,7 +119,7 @@ def backward(
     del xz
     # x and z have one projection: its two halves by themselves, without a copy of ∂x and ∂z side by side
     halves = g.in_proj.to(g.u.dtype)
-    du = torch.addmm(_rows(dx) @ halves[:width], _rows(dz), halves[width:]).view_as(g.u)
+    du = (_rows(dx) @ halves[:width]).addmm_(_rows(dz), halves[width:]).view_as(g.u)
     din_proj = torch.empty_like(g.in_proj, memory_format=torch.contiguous_format)
     din_bias = None if g.in_bias is None else torch.empty_like(g.in_bias)
     for half, d in ((slice(width), dx), (slice(width, None), dz)):

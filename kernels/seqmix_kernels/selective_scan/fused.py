@@ -99,8 +99,8 @@ def plan(x: Tensor, groups: int, discretization: str) -> Plan:
         return Plan(False)
     batch, length, width = x.shape[0], x.shape[1], groups * padded_group(x, groups)
     segments, backward = segments_for(batch, length, width), segments_for(batch, length, width, True)
-    if discretization == "zoh" and backward == 1:
-        backward = whole_waves(batch, length, width)
+    if backward == 1:
+        backward = even_segments(batch, length, width, discretization == "zoh")
     block, backward_block = (block_for(batch, width) if n == 1 else BLOCK for n in (segments, backward))
     return Plan(True, segments, backward, block, backward_block)
 
@@ -118,13 +118,20 @@ def segments_for(batch: int, length: int, width: int, backward: bool = False) ->
     return max(1, min(power_of_2(want), length // 512))
 
 
-def whole_waves(batch: int, length: int, width: int) -> int:
-    """Segments of the backward of zero-order hold, two CTAs an SM, that leave the fewest of these idle at the end; a carry
-    pass costs a tenth of it at most."""
+def even_segments(batch: int, length: int, width: int, zoh: bool) -> int:
+    """Segments of a backward that has CTAs for every SM, such that all SMs have about as many. With Euler's rule CTAs of one
+    SM take turns, so the time is that of the busiest SM, and a carry pass costs a quarter of what one CTA per SM takes. With
+    zero-order hold two CTAs fill an SM, so the time is that of whole waves of two, and a carry pass costs a tenth."""
     if length < 2048:
         return 1
     ctas = batch * cdiv(width, BLOCK)
-    return min(range(1, 5), key=lambda n: cdiv(ctas * n, 2 * SMS) / n * (1.0 if n == 1 else 1.1))
+
+    def cost(n: int) -> float:
+        if zoh:
+            return cdiv(ctas * n, 2 * SMS) / n * (1.0 if n == 1 else 1.1)
+        return cdiv(ctas * n, SMS) / n + (0.0 if n == 1 else 0.25)
+
+    return min(range(1, 5), key=cost)
 
 
 def block_for(batch: int, width: int) -> int:
