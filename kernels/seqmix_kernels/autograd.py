@@ -1,5 +1,5 @@
 """Autograd of a registered op and its backward, by hand under the Autograd key: torch.library.register_autograd does the same
-in 150 us more a call, more than the kernels of a small step take."""
+in 150 us more a call, more than the kernels of a small step take. And the refusal of a second derivative."""
 
 from collections.abc import Callable
 
@@ -15,6 +15,13 @@ def below(op: Callable) -> Callable:
             return op(*inputs)
 
     return call
+
+
+def refuse_twice(name: str) -> None:
+    """For the backward of a torch.autograd.Function. once_differentiable would not notice that gradients depend on tensors
+    saved in the forward, where the gradient that arrives is a constant."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError(f"{name} is differentiable once, not with create_graph=True; impl='reference' is, twice")
 
 
 def needs_gradient(inputs: tuple) -> bool:

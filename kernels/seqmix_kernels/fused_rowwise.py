@@ -1,4 +1,4 @@
-"""What the operators over rows share: a tensor as rows, the tile of a program, and where their kernels run."""
+"""What the operators over rows share: a tensor as rows, the tile of a program, sums over rows, and where their kernels run."""
 
 import math
 import os
@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .launch import launch
 
 
 class Tile(NamedTuple):
@@ -42,6 +44,29 @@ def strides(*flat: Tensor) -> tuple[int, list[int]]:
 def start(row, stride, UNIT: tl.constexpr):
     """The offsets of the first elements of rows, [ROWS, 1]."""
     return row[:, None] * stride * UNIT
+
+
+@triton.jit(do_not_specialize=["SHARES"])
+def sum_kernel(share_ptr, sum_ptr, SHARES, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    d = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(0, SHARES, ROWS):
+        share = first + tl.arange(0, ROWS)
+        here = (share < SHARES)[:, None] & (d < D)[None, :]
+        total += tl.load(share_ptr + share[:, None] * D + d[None, :], mask=here, other=0.0)
+    tl.store(sum_ptr + d, tl.sum(total, axis=0).to(sum_ptr.dtype.element_ty), mask=d < D)
+
+
+def add_up(shares: Tensor, out: Tensor) -> None:
+    """The sum over the rows of shares (N, D), contiguous and float32, into `out` of D elements: in the same order each time."""
+    count, D = shares.shape
+    launch(sum_kernel, (triton.cdiv(D, 8),), (shares, out, count), dict(D=D, ROWS=1024, COLUMNS=8), dict(num_warps=8))
+
+
+def programs(tiles: int, each: int, device: torch.device) -> int:
+    """How many programs share `tiles` tiles: `each` per multiprocessor, or one per tile where that is fewer."""
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return min(tiles, multiprocessors * each)
 
 
 def why_not(*tensors: Tensor) -> str | None:

@@ -9,6 +9,7 @@ import sys
 import torch
 from compile_scan import build, record, report
 
+from seqmix_kernels import fused_rowwise
 from seqmix_kernels.add_rms_norm import fused as norm
 from seqmix_kernels.swiglu import fused as gate
 
@@ -31,7 +32,7 @@ def calls():
 
 def main(arch):
     for case, module, call in calls():
-        for kernel, args, meta in record([module], call):
+        for kernel, args, meta in record([module, fused_rowwise], call):
             if kernel.__name__ == "sum_kernel" and "768" not in case:
                 continue
             compiled = build(kernel, args, meta, arch)

@@ -69,27 +69,10 @@ def backward_kernel(
         tl.store(share_ptr + tl.program_id(0) * D + d, tl.sum(dw, axis=0), mask=d < D)
 
 
-@triton.jit(do_not_specialize=["SHARES"])
-def sum_kernel(share_ptr, dw_ptr, SHARES, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    d = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    dw = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in range(0, SHARES, ROWS):
-        share = first + tl.arange(0, ROWS)
-        here = (share < SHARES)[:, None] & (d < D)[None, :]
-        dw += tl.load(share_ptr + share[:, None] * D + d[None, :], mask=here, other=0.0)
-    tl.store(dw_ptr + d, tl.sum(dw, axis=0).to(dw_ptr.dtype.element_ty), mask=d < D)
-
-
 def why_not(x: Tensor, y: Tensor | None, weight: Tensor) -> str | None:
     if len(weight) > LARGEST:
         return f"it takes rows of at most {LARGEST} elements, not {len(weight)}"
     return rowwise.why_not(*(t for t in (x, y, weight) if t is not None))
-
-
-def programs(count: int, tile: rowwise.Tile, device: torch.device) -> int:
-    """Of the backward, for `count` rows: WARPS per multiprocessor, or one program per tile where that is fewer."""
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    return min(triton.cdiv(count, tile.rows), multiprocessors * (WARPS // tile.warps))
 
 
 def forward(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -123,7 +106,7 @@ def backward(
     D, tile, flat = len(weight), rowwise.tile(len(weight)), rowwise.rows(s)
     into_s, into_n = flat if ds is None else rowwise.rows(ds), rowwise.rows(dn)
     unit, strides = rowwise.strides(into_s, into_n, flat)
-    count = programs(len(r), tile, s.device)
+    count = rowwise.programs(triton.cdiv(len(r), tile.rows), WARPS // tile.warps, s.device)
     shares = r.new_empty(count, D) if needs_weight else r
     launch(
         backward_kernel, (count,),
@@ -133,5 +116,5 @@ def backward(
         dict(num_warps=tile.warps),
     )  # fmt: skip
     if needs_weight:
-        launch(sum_kernel, (triton.cdiv(D, 8),), (shares, dweight, count), dict(D=D, ROWS=1024, COLUMNS=8), dict(num_warps=8))
+        rowwise.add_up(shares, dweight)
     return dx, dy, dweight

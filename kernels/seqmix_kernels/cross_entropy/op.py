@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..autograd import refuse_twice
 from ..product import product
 
 IMPLS = ("auto", "reference", "fused")
@@ -125,12 +126,6 @@ def _check_targets(targets: Tensor, name: str, x: Tensor) -> None:
         )
 
 
-def _refuse_twice(name: str) -> None:
-    """once_differentiable would not notice that gradients depend on x, weight or logits, where ∂loss is a constant."""
-    if torch.is_grad_enabled():
-        raise NotImplementedError(f"{name} is differentiable once, not with create_graph=True; impl='reference' is, twice")
-
-
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets, ignore_index):
@@ -147,7 +142,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, dlosses, _):
         from . import fused
 
-        _refuse_twice("linear_cross_entropy")
+        refuse_twice("linear_cross_entropy")
         x, rows, targets, log_sums, logits = ctx.saved_tensors
         if ctx.overwritten:
             raise RuntimeError(
@@ -182,7 +177,7 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx, dlosses):
         from . import fused
 
-        _refuse_twice("cross_entropy")
+        refuse_twice("cross_entropy")
         logits, targets, log_sums = ctx.saved_tensors
         dlogits = logits.new_empty(logits.shape)
         fused.backward(dlosses, logits, targets, log_sums, ctx.ignore_index, logits.shape[1], out=dlogits)
