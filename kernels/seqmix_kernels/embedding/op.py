@@ -1,0 +1,87 @@
+"""The public operator: its contract, the choice of an implementation.
+
+    y_t = W[token_t]          ∂W[v] = Σ of ∂y_t over the t with token_t = v
+
+In plain torch on a GPU the gradient takes about ten kernels, and for a small V one of them adds with atomics, so that it is not
+the same twice. Here its sums are in float32 and in a fixed order.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..autograd import refuse_twice
+
+IMPLS = ("auto", "reference", "fused")
+
+
+def embedding(tokens: Tensor, weight: Tensor, impl: str = "auto") -> Tensor:
+    """The row of `weight` of each token.
+
+    Args:
+        tokens: (...), int64 or int32, any strides, in 0 .. V-1.
+        weight: (V, D), any strides, any float dtype.
+        impl: one of IMPLS; "auto" is what `which_impl` answers.
+
+    Returns:
+        (..., D) in weight's dtype. Differentiable in weight, by "fused" once: create_graph=True is a NotImplementedError.
+        The gradient is bitwise the same twice on one kind of GPU, and zero in the rows of tokens that do not occur.
+
+    A token outside 0 .. V-1 is an IndexError on the CPU. "fused" neither reads nor writes outside the table, nor waits for the
+    device to report it: the row of such a token is NaN and has no gradient, where torch stops the device.
+
+    Raises:
+        ValueError: a shape, dtype, device or name that does not fit, or an implementation that cannot run here.
+    """
+    if weight.dim() != 2 or not weight.is_floating_point():
+        raise ValueError(f"weight must be (V, D) and real; got shape {tuple(weight.shape)}, {weight.dtype}")
+    if tokens.dtype not in (torch.int64, torch.int32) or tokens.device != weight.device:
+        raise ValueError(f"tokens must be int64 or int32 on {weight.device} like weight; got {tokens.dtype} on {tokens.device}")
+    if impl == "auto":
+        impl, _ = which_impl(weight)
+    elif impl not in IMPLS:
+        raise ValueError(f"impl must be one of {', '.join(IMPLS)}; got {impl!r}")
+    elif impl == "fused" and (reason := why_not(weight)):
+        raise ValueError(f"impl='fused' cannot run here: {reason}")
+    if impl == "reference":
+        return F.embedding(tokens, weight)
+    if torch.is_grad_enabled() and weight.requires_grad:
+        return _Embedding.apply(tokens, weight)
+    from . import fused
+
+    return fused.forward(tokens, weight, needs_gradient=False)[0]
+
+
+def which_impl(weight: Tensor) -> tuple[str, str]:
+    """What "auto" takes for a weight like this, and why: ("fused", "fused GPU kernels")."""
+    if torch.compiler.is_compiling():
+        return "reference", "torch.compile fuses it by itself"
+    reason = why_not(weight)
+    return ("fused", "fused GPU kernels") if reason is None else ("reference", f"fused cannot run: {reason}")
+
+
+def why_not(weight: Tensor) -> str | None:
+    """Why the kernels cannot run on a weight like this; None if they can."""
+    try:
+        from . import fused  # imports Triton, which a machine without a GPU may lack
+    except ImportError as missing:
+        return f"Triton cannot be imported ({missing})"
+    return fused.why_not(weight)
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tokens, weight):
+        from . import fused
+
+        y, keys = fused.forward(tokens, weight, needs_gradient=True)
+        ctx.save_for_backward(keys)
+        ctx.rows = len(weight)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        from . import fused
+
+        refuse_twice("embedding")
+        return None, fused.backward(dy, *ctx.saved_tensors, ctx.rows)
