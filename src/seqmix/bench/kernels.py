@@ -35,7 +35,7 @@ LONG = 16384
 
 class Case(NamedTuple):
     """op and impl by name; length, batch; width and inner: D and N of a scan, D and W of a convolution, heads and their
-    width of attention, D and modes of an S4 kernel, classes V of a loss and the width M of the model before it."""
+    width of attention, D and modes of an S4 kernel, V and the model's width M of a loss or an embedding."""
 
     op: str
     impl: str
@@ -81,6 +81,7 @@ SHAPES = {  # length, batch, width, inner, dtype
         "s4d_step": ((1, 1, 768, 32, "bfloat16"), (1, 64, 768, 32, "bfloat16")),
         "cross_entropy": ((16384, 1, 50277, 0, "bfloat16"),),
         "linear_cross_entropy": ((16384, 1, 50277, 768, "bfloat16"),),
+        "embedding": ((2048, 8, 50277, 768, "float32"), (4096, 64, 16, 64, "float32")),
     },
     "cpu": {
         "selective_scan": ((512, 2, 128, 16, "float32"),),
@@ -96,6 +97,7 @@ SHAPES = {  # length, batch, width, inner, dtype
         "s4d_step": ((1, 8, 128, 32, "float32"),),
         "cross_entropy": ((512, 1, 1000, 0, "float32"),),
         "linear_cross_entropy": ((512, 1, 1000, 128, "float32"),),
+        "embedding": ((512, 2, 1000, 128, "float32"),),
     },
 }
 PEERS = {"selective_scan": "mamba_ssm", "causal_conv1d": "causal_conv1d"}  # by op: module of another's kernel
@@ -512,6 +514,25 @@ def _linear_cross_entropy() -> Op:
     return Op(IMPLS[1:], inputs, lambda case, t: linear_cross_entropy(*t, impl=case.impl)[0], check, work, "LVM")
 
 
+def _embedding() -> Op:
+    from seqmix_kernels.embedding import IMPLS, embedding
+
+    def inputs(case, normal, dtype):
+        tokens = (1e6 * normal(case.batch, case.length)).long() % case.width
+        return tokens, normal(case.width, case.inner).to(dtype)
+
+    def check(tensors, y):
+        tokens, weight = tensors
+        return y[:1, :PIECE], embedding(tokens[:1, :PIECE], weight.double(), impl="reference")
+
+    def work(case, size):
+        T, V, M = case.batch * case.length, case.width, case.inner
+        once = 8 * T + (T + min(T, V)) * M * size  # each row that can occur is read
+        return Work(once), Work(once + (T + V) * M * size)
+
+    return Op(IMPLS[1:], inputs, lambda case, t: embedding(*t, impl=case.impl), check, work, "BLVM")
+
+
 def _call(module: object, name: str) -> Callable:
     """A function, or that of the same name in the module that was imported in its place."""
     return module if callable(module) else getattr(module, name)
@@ -531,4 +552,5 @@ OPS: dict[str, Op] = {
     "s4d_step": _s4_step(low_rank=False),
     "cross_entropy": _cross_entropy(),
     "linear_cross_entropy": _linear_cross_entropy(),
+    "embedding": _embedding(),
 }
