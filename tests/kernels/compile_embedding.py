@@ -1,6 +1,6 @@
 """Compiles the kernels of the embedding for a GPU that is not there; one JSON line each on what came out.
 
-    python tests/kernels/compile_embedding.py 90
+python tests/kernels/compile_embedding.py 90
 """
 
 import json
