@@ -27,8 +27,10 @@ from torch import Tensor, nn
 from seqmix.mixers.base import Mixer, State
 from seqmix_kernels import add_rms_norm as norms
 from seqmix_kernels import cross_entropy as losses
+from seqmix_kernels import embedding as lookup
 from seqmix_kernels.add_rms_norm import add_rms_norm
 from seqmix_kernels.cross_entropy import linear_cross_entropy
+from seqmix_kernels.embedding import embedding
 
 ModelState = tuple[State, ...]  # one per block
 
@@ -175,9 +177,12 @@ class SequenceModel(nn.Module):
         number = torch.empty((), dtype=dtype, device=device, requires_grad=torch.is_grad_enabled())
         x = number.expand(batch, length, E.shape[1])  # one number: what is in it is not looked at
         used = {op: what for block in self.blocks for op, what in block.mixer.kernels_used(x).items()}
-        used["add_rms_norm"] = "{} ({})".format(*norms.which_impl(x, None, self.norm.weight))
-        used["linear_cross_entropy"] = "{} ({})".format(*losses.which_impl(x))
-        return used
+        own = {
+            "embedding": lookup.which_impl(E if device == E.device else x[0]),
+            "add_rms_norm": norms.which_impl(x, None, self.norm.weight),
+            "linear_cross_entropy": losses.which_impl(x),
+        }
+        return used | {op: f"{name} ({why})" for op, (name, why) in own.items()}
 
     @torch.no_grad()
     def generate(
@@ -229,7 +234,7 @@ class SequenceModel(nn.Module):
         return x, y, tuple(after)
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
+        x = embedding(tokens, self.embedding.weight)
         return x.to(torch.promote_types(x.dtype, torch.float32))  # the residual stream stays in float32, or wider
 
     @torch.no_grad()
