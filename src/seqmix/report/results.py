@@ -24,15 +24,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from seqmix.identity import cell_config
 from seqmix.report.runs import Run, command
 
 RESAMPLES = 2000
-# keys that change how a run is watched, not what it computes
-ASIDE = ("logger", "ckpt", "show", "test", "micro_batch_size", "cuda_graph", "task.num_workers", "task.make_on",
-         "task.eval_batch_size", "trainer.accelerator", "trainer.log_every_n_steps", "trainer.profiler",
-         "trainer.enable_checkpointing", "trainer.enable_progress_bar", "trainer.enable_model_summary",
-         "trainer.num_sanity_val_steps", "trainer.detect_anomaly")  # fmt: skip
-WATCHED_CALLBACKS = ("callbacks.checkpoint.monitor", "callbacks.checkpoint.mode")  # which weights are tested
 FACTS = ("data", "code", "environment")
 AVERAGED = ("code", "environment")  # what the caller may ask to average over
 
@@ -230,21 +225,7 @@ def _newest(runs: list[Run]) -> tuple[list[Run], int]:
 
 def _identity(run: Run) -> dict[str, object]:
     """What makes two runs the same experiment, but for seed and rate."""
-    config = {
-        key: value
-        for key, value in run.config.items()
-        if not key.startswith(("callbacks.", "hydra.")) and key.split(".")[0] not in ASIDE and key not in ASIDE
-    }
-    config |= {key: run.config[key] for key in WATCHED_CALLBACKS if key in run.config}
-    seed = config.pop("seed", None)
-    if config.get("task.seed") == seed:
-        config.pop("task.seed", None)
-    config.pop("optimizer.lr", None)
-    for split in ("val", "test"):
-        limit = config.get(f"trainer.limit_{split}_batches")
-        if isinstance(limit, int):
-            config[f"trainer.limit_{split}_batches"] = f"{limit * run.config.get('task.eval_batch_size', 1)} rows"
-    return config | {"model": run.model, "task": run.task}
+    return cell_config(run.config) | {"model": run.model, "task": run.task}
 
 
 def _frozen(config: dict[str, object]) -> tuple:

@@ -8,11 +8,13 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import yaml
+
+from seqmix.identity import flat
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml where PyYAML has it: ten times as fast
 NOT_RUNS = {"wandb", "checkpoints", ".hydra", ".submitit", "report"}  # folders in which no run folder lies
@@ -194,18 +196,6 @@ def read_curves(path: Path) -> dict[str, list[tuple[int, float]]]:
             if value and name not in ("step", "epoch"):
                 curves.setdefault(name, []).append((int(row[at]), float(value)))
     return curves
-
-
-def flat(config: Mapping, prefix: str = "") -> dict[str, object]:
-    """{"task": {"seq_len": 64}} -> {"task.seq_len": 64}; a list stays one value, as JSON; an empty mapping is None."""
-    out: dict[str, object] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            out |= flat(value, f"{prefix}{key}.")
-        else:
-            empty = isinstance(value, Mapping)
-            out[f"{prefix}{key}"] = None if empty else json.dumps(value) if isinstance(value, list) else value
-    return out
 
 
 def _resolve(config: dict[str, object]) -> dict[str, object]:
