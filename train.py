@@ -38,14 +38,15 @@ from rich.table import Table
 
 from seqmix import measure
 from seqmix.callbacks import best_checkpoint
+from seqmix.command_line import check_command_line
 from seqmix.config import (
     build,
     build_module,
     check,
-    check_command_line,
     check_kernels,
     check_processes,
     find_checkpoint,
+    record_resume,
     register_resolvers,
 )
 from seqmix.step import NonFiniteError
@@ -74,8 +75,8 @@ def main(cfg: DictConfig) -> float:
     multirun = HydraConfig.get().mode == RunMode.MULTIRUN
     folder = Path(HydraConfig.get().runtime.output_dir)
     try:
-        done = take_up(cfg, folder) if multirun or in_a_sweep() else None
-        return objective(done or train(cfg, folder))
+        done, own = take_up(folder) if multirun or in_a_sweep() else (None, None)
+        return objective(done or train(cfg, folder, own))
     except Exception as error:
         log.exception("the run has failed")
         if not read_summary(folder):  # it was refused, or its data was not there
@@ -85,11 +86,14 @@ def main(cfg: DictConfig) -> float:
         return math.inf
 
 
-def train(cfg: DictConfig, folder: Path) -> dict:
-    """One run in `folder`; returns what it wrote to summary.json. Errors are recorded there too, then raised."""
+def train(cfg: DictConfig, folder: Path, own: Path | None = None) -> dict:
+    """One run in `folder`; returns what it wrote to summary.json. Errors are recorded there too, then raised.
+
+    own: its last checkpoint from an earlier time. It resumes from there, wherever it began.
+    """
     OmegaConf.resolve(cfg)
-    check(cfg)
-    checkpoint = find_checkpoint(cfg)
+    check(cfg, own)
+    checkpoint = own or find_checkpoint(cfg)
     started = time.monotonic()
     torch.set_float32_matmul_precision(cfg.matmul_precision)
     L.seed_everything(cfg.seed, workers=True, verbose=False)
@@ -109,7 +113,10 @@ def train(cfg: DictConfig, folder: Path) -> dict:
         atexit.register(leave_group)
     check_kernels(cfg, module.model, trainer)
 
-    OmegaConf.save(cfg, folder / "config.yaml")
+    if trainer.is_global_zero:
+        if checkpoint:
+            record_resume(checkpoint, cfg)
+        OmegaConf.save(cfg, folder / "config.yaml")
     summary = {"status": "failed", "folder": str(folder), "resumed_from": checkpoint and str(checkpoint)}
     facts = {
         "data": task.facts(),

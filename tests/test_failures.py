@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from runs import ROOT, SELECTIVE_COPY, SMALL, command, metrics, start
+from runs import ROOT, SELECTIVE_COPY, command, metrics, small, start
 
 from seqmix.step import NonFiniteError
 
@@ -120,7 +120,7 @@ def test_out_of_memory_is_a_result(tmp_path):
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupt_saves_and_stops_the_sweep(tmp_path, sent, code):
     """Case E18."""
-    line = [sys.executable, str(ROOT / "train.py"), "-m", *SMALL, *SELECTIVE_COPY, "seed=0,1", "trainer.max_steps=100000"]
+    line = [sys.executable, str(ROOT / "train.py"), "-m", *small(*SELECTIVE_COPY, "seed=0,1", "trainer.max_steps=100000")]
     env = {key: value for key, value in os.environ.items() if not key.startswith(("WANDB", "HYDRA"))}
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen([*line, "logger=csv"], cwd=tmp_path, stdout=log, stderr=log, env=env)

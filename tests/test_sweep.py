@@ -18,14 +18,16 @@ import torch
 from hydra import compose
 from hydra._internal.callbacks import Callbacks
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import HydraContext, RunMode
 from omegaconf import OmegaConf
 from rich.console import Console
-from runs import CONF, ROOT, SELECTIVE_COPY, SMALL, command, start
+from runs import CONF, ROOT, SELECTIVE_COPY, SMALL, command, small, start
 
-from seqmix.config import _hydra_at, check, check_command_line, compose_run, register_resolvers
+from seqmix.command_line import check_command_line
+from seqmix.config import check, compose_run, hydra_at, register_resolvers
 from seqmix.sweep import table
-from seqmix.sweep.jobs import Job, halved, objective, outcome, read_summary
+from seqmix.sweep.jobs import Job, halved, objective, outcome, quoted, read_summary
 from seqmix.sweep.names import resolved, run_id
 from seqmix.sweep.queue import Queue, Settings
 
@@ -41,7 +43,7 @@ def jobs_of(place):
 
 
 def composed(*overrides):
-    with _hydra_at(CONF):
+    with hydra_at(CONF):
         return compose("train", overrides=list(overrides), return_hydra_config=True)
 
 
@@ -50,7 +52,7 @@ def composed(*overrides):
 
 def test_a_run_is_named_by_what_decides_its_result():
     base = run_id(composed())
-    assert base == run_id(composed("logger=csv", "ckpt=last", "hydra.job.name=x")) == run_id(composed("model=mamba"))
+    assert base == run_id(composed("logger=csv", "hydra.job.name=x")) == run_id(composed("model=mamba"))
     others = (
         "seed=1",
         "model=lstm",
@@ -58,8 +60,22 @@ def test_a_run_is_named_by_what_decides_its_result():
         "optimizer.lr=1e-3",
         "trainer.max_steps=5",
         "callbacks.nonfinite.patience=2",
+        "ckpt=last",
+        "+model.bias=true",
     )
     assert len({base, *(run_id(composed(other)) for other in others)}) == 1 + len(others)
+
+
+def test_a_job_is_named_by_what_the_checkpoint_holds_that_it_resumes_from(tmp_path):
+    def name(path, weights):
+        torch.save({"weights": weights}, path)
+        return run_id(composed(f"ckpt='{path}'"))
+
+    ones, twos = torch.ones(3), torch.full((3,), 2.0)
+    first = name(tmp_path / "a.ckpt", ones)
+    assert len({run_id(composed()), run_id(composed("ckpt=nowhere.ckpt")), first, name(tmp_path / "b.ckpt", twos)}) == 4
+    assert name(tmp_path / "copy.ckpt", ones) == first, "wherever it lies"
+    assert name(tmp_path / "a.ckpt", twos) != first, "the file has changed"
 
 
 def test_a_run_folder_is_short_and_has_no_odd_characters():
@@ -71,13 +87,14 @@ def test_a_run_folder_is_short_and_has_no_odd_characters():
 
 def test_a_sweep_is_named_by_what_was_typed_in_any_order():
     def name(*overrides):
-        with _hydra_at(CONF):
+        with hydra_at(CONF):
             loader = GlobalHydra.instance().config_loader()
             return Path(str(loader.load_configuration("train", list(overrides), RunMode.MULTIRUN).hydra.sweep.dir)).name
 
     one = name("model=lstm,mamba", "task.seq_len=8,16", "size=tiny")
     assert one.startswith("model-seq_len-")
-    assert one == name("size=tiny", "model=lstm,mamba", "logger=csv", "task.seq_len=8,16", "hydra.launcher.n_jobs=2")
+    assert one == name("task.seq_len=8,16", "size=tiny", "logger=csv", "model=lstm,mamba", "hydra.launcher.n_jobs=2")
+    assert one != name("model=lstm,mamba", "task.seq_len=8,16", "size=tiny", "ckpt=last")
     assert one != name("model=lstm,mamba", "task.seq_len=8,32", "size=tiny")
     assert one != name("model=lstm,mamba", "task.seq_len=8,16", "size=tiny", "seed=1")
     assert name("experiment=length_sweep").startswith("length_sweep-")
@@ -124,7 +141,7 @@ def queue(tmp_path, monkeypatch):
 
     def run(asked, fake=None, gpus=(), **settings):
         monkeypatch.setenv("FAKE", json.dumps(fake or {}))
-        with _hydra_at(CONF):
+        with hydra_at(CONF):
             cfg = compose("train", overrides=[f"hydra.sweep.dir='{folder}'"], return_hydra_config=True)
             context = HydraContext(config_loader=GlobalHydra.instance().config_loader(), callbacks=Callbacks())
             q = Queue(Settings(**(DEFAULTS | settings)), cfg, context, FAKE)
@@ -243,10 +260,33 @@ def test_two_sweeps_do_not_share_a_folder(queue):
             queue([1])
 
 
-@pytest.mark.parametrize(("name", "value"), [("n_jobs", 0), ("retries", -1), ("on_oom", "half"), ("max_failures", 1.5)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n_jobs", 0),
+        ("n_jobs", True),
+        ("gpus_per_job", None),
+        ("retries", -1),
+        ("on_oom", "half"),
+        ("max_failures", 1.5),
+        ("skip", "complete"),  # which is a list of its letters
+        ("skip", ["complet"]),
+        ("skip", []),
+        ("skip", ["diverged"]),  # complete jobs would be resumed at their end, and lose their numbers
+        ("runner", "-m torch.distributed.run"),
+        ("grace_seconds", -1),
+    ],
+)
 def test_settings_that_cannot_be(name, value):
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(ValueError, match=f"hydra.launcher.{name}"):
         Settings(**(DEFAULTS | {name: value}))
+    assert Settings(**(DEFAULTS | {"skip": ["complete", "diverged"], "n_jobs": None, "runner": ["-m", 2]}))
+
+
+@pytest.mark.parametrize("folder", ["a b", "it's", "a\\b", "\\", "\\'", "a=b,c", "${x}", "\\${x}", '"', "[x]", "ä"])
+def test_any_folder_can_be_handed_to_a_job(folder):
+    value = OverridesParser.create().parse_override(f"hydra.run.dir={quoted(folder)}").value()
+    assert OmegaConf.create({"dir": value}).dir == folder
 
 
 def test_the_table_in_a_terminal_and_after(tmp_path, monkeypatch, capsys):
@@ -302,7 +342,8 @@ def test_a_sweep_survives_its_jobs_and_goes_on(tmp_path):
 
 def test_a_sweep_that_is_killed_takes_its_jobs_along(tmp_path):
     """They save; and the sweep can be started again when the last of them has gone."""
-    line = [sys.executable, str(ROOT / "train.py"), "-m", *SMALL, *SELECTIVE_COPY, "trainer.max_steps=100000", "logger=csv"]
+    overrides = small(*SELECTIVE_COPY, "trainer.max_steps=100000", "logger=csv")
+    line = [sys.executable, str(ROOT / "train.py"), "-m", *overrides]
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(line, cwd=tmp_path, stdout=log, stderr=log)
         wait_for(lambda: any(path.stat().st_size > 200 for path in tmp_path.rglob("metrics.csv")), process)
@@ -335,7 +376,7 @@ def test_halving_ends_at_one_row():
 
 @pytest.mark.parametrize("preset", ["length_sweep", "lr_sweep"])
 def test_every_job_of_a_preset_can_be(preset):
-    assert check_command_line([f"experiment={preset}"], CONF) is not None
+    assert check_command_line([f"experiment={preset}"], CONF) is None
     params = OmegaConf.load(CONF / f"experiment/{preset}.yaml").hydra.sweeper.params
     values = [[f"{key}={value}" for value in str(listed).split(",")] for key, listed in params.items()]
     jobs = list(itertools.product(*values))

@@ -23,10 +23,11 @@ from typing import NamedTuple
 import torch
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import HydraContext
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict
 
 from seqmix.sweep import table
 from seqmix.sweep.jobs import (
+    ENDS,
     PARENT,
     Job,
     accuracy,
@@ -61,16 +62,27 @@ class Settings:
     max_failures: int | None
     on_oom: str
     skip: Sequence[str]
-    runner: Sequence[str]
+    runner: Sequence[str | int]
     grace_seconds: float
 
     def __post_init__(self):
         for name, least in (("n_jobs", 1), ("gpus_per_job", 1), ("threads", 1), ("retries", 0), ("max_failures", 1)):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < least):
+            if value is None and name in ("n_jobs", "threads", "max_failures"):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"hydra.launcher.{name} must be an integer of at least {least}, got {value!r}")
+        if not self.grace_seconds >= 0:
+            raise ValueError(f"hydra.launcher.grace_seconds must be at least 0, got {self.grace_seconds!r}")
         if self.on_oom not in ("record", "halve"):
             raise ValueError(f"hydra.launcher.on_oom must be record or halve, got {self.on_oom!r}")
+        if isinstance(self.skip, str) or not {"complete"} <= {*self.skip} <= {*ENDS}:
+            raise ValueError(
+                f"hydra.launcher.skip must be a list of {', '.join(ENDS)}, with complete among them, got {self.skip!r}; to run "
+                "complete jobs again name another hydra.sweep.dir"
+            )
+        if isinstance(self.runner, str):
+            raise ValueError(f"hydra.launcher.runner must be a list of words, got {self.runner!r}")
 
 
 class Running(NamedTuple):
@@ -161,6 +173,8 @@ class Queue:
         jobs, configs = [], {}
         for number, overrides in enumerate(asked, first):
             cfg = self.context.config_loader.load_sweep_config(self.config, list(overrides))
+            with open_dict(cfg.hydra.job):
+                cfg.hydra.job.num, cfg.hydra.job.id = number, str(number)
             name = run_id(cfg)
             if name not in configs:
                 folder = self.folder / str(cfg.hydra.sweep.subdir)
@@ -190,8 +204,9 @@ class Queue:
         prepare(job.path, cfg, hydra, job.overrides)
         own = [o for o in self.config.hydra.overrides.hydra if not o.startswith(OF_THE_SWEEP)]
         overrides = [*job.overrides, *halved(cfg, job.halvings), *own]
-        line = [sys.executable, *self.settings.runner, str(self.script), *overrides]
+        line = [sys.executable, *map(str, self.settings.runner), str(self.script), *overrides]
         line += ["hydra.mode=RUN", f"hydra.run.dir={quoted(job.folder)}"]
+        line += [f"++hydra.job.num={job.number}", f"++hydra.job.id={job.number}"]
         env = os.environ | {
             PARENT: str(os.getpid()),
             "PYTHONUNBUFFERED": "1",
