@@ -1,11 +1,13 @@
 """What makes two runs the same run, for each of three questions."""
 
 import pytest
-from made_runs import CONF
 from omegaconf import OmegaConf
+from runs import CONF, SELECTIVE_COPY, start
 
-from seqmix.config import compose_run, register_resolvers
+from seqmix.config import compose_run, record_resume, register_resolvers
 from seqmix.identity import MATTERS, QUESTIONS, cell_config, changed, flat, matters
+from seqmix.report.results import AVERAGED, build_report
+from seqmix.report.runs import read_run
 
 register_resolvers()
 
@@ -55,3 +57,31 @@ def test_a_key_that_one_config_lacks_is_a_difference():
     assert changed({}, {"gradient_clip_val": 1.0}, "cell") == {"gradient_clip_val": None}
     assert changed({"gradient_clip_val": 1.0}, {}, "cell") == {"gradient_clip_val": 1.0}
     assert changed({}, {"logger.wandb.mode": "x"}, *QUESTIONS) == {}
+
+
+def test_a_resumed_run_is_in_the_cell_of_others_unless_a_setting_has_changed(tmp_path):
+    """The report goes by what differed before the resume, however often a run was resumed, and not by the name of a file."""
+    base = ("model=lstm", *SELECTIVE_COPY, "scheduler=constant")
+    places = {
+        "whole": (0, None, 4),
+        "first": (1, None, 2),
+        "longer": (1, "first", 4),
+        "again": (1, "longer", 4),
+        "rest": (2, None, 4),
+    }
+    for name, (seed, before, steps) in places.items():
+        ckpt = f"ckpt={tmp_path / before / 'checkpoints/last.ckpt'}" if before else "ckpt=null"
+        start(tmp_path / name, *base, f"seed={seed}", f"trainer.max_steps={steps}", ckpt)
+    start(tmp_path / "crashed", *base, "seed=2", "trainer.max_steps=4", f"ckpt={tmp_path}/rest/checkpoints/last.ckpt")
+    kept = {name: read_run(tmp_path / name, name).config for name in (*places, "crashed")}
+    over = {
+        name: {key: value for key, value in config.items() if key.startswith("resumed_over")} for name, config in kept.items()
+    }
+    assert over["longer"] == over["again"] == {"resumed_over.trainer.max_steps": 2}
+    assert not any(over[name] for name in ("whole", "first", "rest", "crashed"))
+    cells = build_report([read_run(tmp_path / name, name) for name in kept], "x", AVERAGED).cells
+    assert sorted(sorted({run.seed for run in c.runs}) for c in cells) == [[0, 2], [1], [1]]
+    (tmp_path / "first" / "config.yaml").unlink()
+    cfg = compose_run([*base, "seed=1"], CONF, "x")
+    record_resume(tmp_path / "first/checkpoints/last.ckpt", cfg)
+    assert cfg.resumed_over == {"ckpt": str(tmp_path / "first/checkpoints/last.ckpt")}, "where nothing says what it was"

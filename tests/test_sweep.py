@@ -133,7 +133,7 @@ def test_what_a_search_minimises():
 
 @pytest.fixture
 def queue(tmp_path, monkeypatch):
-    """run(overrides, settings, fake) -> (return values, events); in a sweep folder of its own."""
+    """run(seeds, or whole overrides, settings, fake) -> (return values, events); in a sweep folder of its own."""
     monkeypatch.setenv("OMP_NUM_THREADS", "")
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
@@ -148,7 +148,7 @@ def queue(tmp_path, monkeypatch):
             if gpus:
                 q.gpus = list(gpus)
             (folder / "events").unlink(missing_ok=True)
-            returns = q.run([[f"seed={seed}"] for seed in asked], 0)
+            returns = q.run([[f"seed={job}"] if isinstance(job, int) else job for job in asked], 0)
         return [r.return_value for r in returns], events(folder)
 
     run.folder = folder
@@ -228,6 +228,30 @@ def test_retries_and_max_failures(queue):
     assert [(job["status"], job["attempts"]) for job in jobs_of(queue.folder)] == [
         ("complete", 3), ("diverged", 1), ("failed", 3), *[("queued", 0)] * 3,
     ]  # fmt: skip
+
+
+def test_a_job_runs_again_where_its_checkpoint_has_changed(queue, tmp_path):
+    """A sweep over checkpoints runs a job for each; the same sweep without them does not stand for it."""
+
+    def save(name, value):
+        torch.save({"weights": torch.full((3,), value)}, tmp_path / name)
+
+    def ran(*names):
+        jobs = [["seed=5"] if name is None else ["seed=5", f"ckpt={quoted(str(tmp_path / name))}"] for name in names]
+        return sum(event[0] == "start" for event in queue(jobs)[1])
+
+    save("a.ckpt", 1.0), save("b.ckpt", 2.0), save("it's.ckpt", 3.0)
+    assert ran(None) == 1 and ran("a.ckpt", "b.ckpt", "it's.ckpt", None) == 3 and ran("b.ckpt", "a.ckpt") == 0
+    save("a.ckpt", 4.0)
+    assert ran("a.ckpt", "b.ckpt") == 1
+
+
+def test_a_config_may_name_the_number_of_its_job(queue):
+    _, happened = queue([["seed=7", "+logger.csv.name=job-${hydra:job.num}"], ["seed=8", "matmul_precision=${hydra:job.id}"]])
+    assert {event[1]: {word for word in event[4] if "hydra.job" in word} for event in happened if event[0] == "start"} == {
+        "7": {"++hydra.job.num=0", "++hydra.job.id=0"},
+        "8": {"++hydra.job.num=1", "++hydra.job.id=1"},
+    }
 
 
 def test_a_config_asked_for_twice_runs_once(queue):
