@@ -47,6 +47,7 @@ ARROWS = {
     "src/seqmix/bench/preload.py": ("seqmix.mixers", "seqmix_kernels"),  # what the points of both import
     "src/seqmix/bench": (
         "seqmix.bench",
+        "seqmix.command_line",
         "seqmix.config",
         "seqmix.costs",
         "seqmix.decode",

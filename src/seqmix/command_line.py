@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,6 @@ from seqmix.signatures import nearest, show
 from seqmix.sweep.names import resolved
 
 OPEN = ("callbacks", "logger", "hydra.callbacks")  # each child is built, whatever its name
-PASSED_TO = ("seqmix.module.SequenceModule", "seqmix.model.SequenceModel")  # what takes the keys of no target
 FREE_FORM = ("hydra.job.env_set", "hydra.job_logging", "hydra.hydra_logging")
 PRINTS = ("help", "hydra_help", "cfg", "info", "shell_completion")  # flags of Hydra's with which nothing runs
 
@@ -85,18 +84,30 @@ def _composed(flags: Namespace, conf: Path) -> DictConfig | None:
     return None
 
 
+def check_keys(cfg: DictConfig, defaults: DictConfig, types: Mapping[str, Any], free_form: tuple[str, ...]) -> None:
+    """ValueError for a key of `cfg` that nothing reads, or a value of a type that it does not take.
+
+    What is read are the keys of `defaults`, the arguments of targets, and anything that begins with one of `free_form`. types:
+    of keys that take another type than their default has.
+    """
+    keys = _Keys(cfg, defaults, types, free_form)
+    for key, value in keys.values.items():
+        keys.check(key, value)
+
+
 class _Keys:
     """The keys of a composed config, and which of them something reads: the program by name, or a target as an argument."""
 
-    def __init__(self, cfg: DictConfig, defaults: DictConfig):
+    def __init__(self, cfg: DictConfig, defaults: DictConfig, types: Mapping[str, Any], free_form: tuple[str, ...]):
         own, self.values = dict(_flatten(defaults)), dict(_flatten(cfg))
         self.targets = _targets(self.values)
         inside = tuple(f"{key}." for key in _targets(own))
         self.by_name = {key: value for key, value in own.items() if not key.startswith(inside)}
+        self.types, self.free_form = types, free_form
 
     def are_read(self, key: str) -> bool:
         parent, _, name = key.rpartition(".")
-        if key in self.by_name or key.startswith(FREE_FORM):
+        if key in self.by_name or key.startswith(self.free_form):
             return True
         if parent in OPEN:
             return key in self.targets or (key in self.values and self.values[key] is None)
@@ -120,7 +131,19 @@ class _Keys:
         if parent in self.targets and name not in signatures.SPECIAL:
             signatures.check_argument(self.targets[parent], key, value)
         elif key in self.by_name:
-            _check_type(key, self.by_name[key], value)
+            self._check_type(key, value)
+
+    def _check_type(self, key: str, value: Any) -> None:
+        """By its default, where nothing else says the type: a list holds what that holds, and null stands for any type."""
+        default = self.by_name[key]
+        if key not in self.types and (default is None or isinstance(default, DictConfig)):
+            return
+        of_default = list[type(default[0])] if isinstance(default, list) and default else type(default)
+        hint = self.types.get(key, of_default)
+        if not signatures.fits(value, hint):
+            whole = isinstance(value, float) and value.is_integer() and signatures.fits(int(value), hint)
+            also = f"; write {int(value)}" if whole else ""
+            raise ValueError(f"{key} takes {signatures.words(hint)}, got {show(value)}{also}")
 
 
 def _flatten(node: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -138,18 +161,11 @@ def _targets(values: dict[str, Any]) -> dict[str, str]:
     return {key.removesuffix("._target_"): value for key, value in named if "${" not in value}
 
 
-def _check_type(key: str, default: Any, value: Any) -> None:
-    """ValueError where a key that is read by name is not what it is passed to takes, or else another type than its default."""
-    if isinstance(default, DictConfig):
-        return
-    for target in PASSED_TO:
-        if key.rpartition(".")[2] in signatures.parameters(target):
-            signatures.check_argument(target, key, value)
-            return
-    if default is not None and not signatures.fits(value, type(default)):
-        whole = isinstance(value, float) and value.is_integer() and isinstance(default, int)
-        hint = f"; write {int(value)}" if whole else ""
-        raise ValueError(f"{key} takes a value like {show(default)}, got {show(value)}{hint}")
+def _types() -> dict[str, Any]:
+    """Of the keys that are passed on to the model and its module: what these take."""
+    model, module = (signatures.parameters(f"seqmix.{name}") for name in ("model.SequenceModel", "module.SequenceModule"))
+    types = {name: module[name].hint for name in ("micro_batch_size", "gradient_clip_val", "cuda_graph")}
+    return types | {"dropout": model["dropout"].hint}
 
 
 class _Line:
@@ -160,13 +176,16 @@ class _Line:
         self.hydra = GlobalHydra.instance().hydra
         self.typed = self._parsed(overrides)
         self.sweeps = multirun or self._sweeps_by_itself()
-        _check_set_once(self.typed)
+        check_set_once(overrides)
         for override in self.typed:
             self._check_words(override)
             self._check_choices(override)
 
     def _parsed(self, lines: list[str]) -> list[Override]:
         return OverridesParser.create(config_loader=self.hydra.config_loader).parse_overrides(lines)
+
+    def _keys(self, cfg: DictConfig) -> _Keys:
+        return _Keys(cfg, self.defaults, _types(), FREE_FORM)
 
     def _sweeps_by_itself(self) -> bool:
         """Whether the config asks for a multirun without -m: hydra.mode, typed or in a file. show=batch shows one run of it."""
@@ -211,7 +230,7 @@ class _Line:
     def job(self, overrides: list[Override]) -> tuple[DictConfig, _Keys]:
         """One run of these overrides, composed and resolved: every key and type is checked, those of the files too."""
         cfg = self._composed(overrides, RunMode.RUN)
-        keys = _Keys(cfg, self.defaults)
+        keys = self._keys(cfg)
         typed = [override.key_or_group for override in overrides]
         for key, value in keys.values.items():
             if not key.startswith("hydra.") or key in typed:
@@ -225,7 +244,7 @@ class _Line:
         except Exception as error:  # of Hydra's, of OmegaConf's, and where these stumble themselves of Python's
             chosen = [override for override in overrides if self._brings_keys(override) and not override.is_sweep_override()]
             if len(chosen) < len(overrides):
-                keys = _Keys(self._composed(chosen, RunMode.RUN), self.defaults)
+                keys = self._keys(self._composed(chosen, RunMode.RUN))
                 for override in overrides:
                     if override not in chosen and not self._brings_keys(override):
                         keys.check(override.key_or_group, self._one_by_one(override)[0].value())
@@ -256,10 +275,10 @@ class _Line:
                     keys.check(override.key_or_group, override.value())
 
 
-def _check_set_once(typed: list[Override]) -> None:
+def check_set_once(overrides: list[str]) -> None:
     """ValueError where a key is set twice: Hydra would take the last, and of two lists of values the last alone."""
     before: dict[str, str] = {}
-    for override in typed:
+    for override in OverridesParser.create().parse_overrides(overrides):
         if override.is_delete():  # `~key +key=...` replaces a mapping
             continue
         for key in _keys_set(override.key_or_group, None if override.is_sweep_override() else override.value()):

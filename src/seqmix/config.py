@@ -238,7 +238,7 @@ def find_checkpoint(cfg: DictConfig) -> Path | None:
     for path in newest_first:
         if not (other := changed(_settings(path.parent.parent), flat(OmegaConf.to_container(cfg)), "resume")):
             return path
-        differ.append(f"{path.parent.parent} differs in {', '.join(other)}")
+        differ.append(f"{path.parent.parent}, differs in {', '.join(other)}")
     newest = f"; the newest, {differ[0]}" if differ else ""
     raise ValueError(
         f"ckpt=last: none of the {len(newest_first)} checkpointed runs under {RUNS} has the same settings{newest}; name a file"

@@ -140,6 +140,8 @@ def words(hint: Any) -> str:
     """A type as it is written in code, without its modules."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return " | ".join(dict.fromkeys(words(part) for part in typing.get_args(hint)))
+    if typing.get_origin(hint) is typing.Literal:
+        return " | ".join(map(repr, typing.get_args(hint)))
     if hint in (None, types.NoneType):
         return "null"
     plain = isinstance(hint, type) and not typing.get_args(hint)

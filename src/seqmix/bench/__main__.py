@@ -22,15 +22,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
+from hydra import compose
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from seqmix.bench import figures, pool, results
-from seqmix.bench.grid import Point, grid
-from seqmix.config import register_resolvers
+from seqmix.bench.grid import TYPES, Point, grid
+from seqmix.command_line import check_keys, check_set_once
+from seqmix.config import hydra_at, register_resolvers
 from seqmix.tracking import WandbLogger, closing, source_facts, source_state
 
 PLACES = (Path("conf"), Path(__file__).parents[3] / "conf")  # of the caller; beside the sources
@@ -74,12 +74,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def compose_bench(overrides: list[str], conf: Path) -> DictConfig:
-    """conf/bench.yaml with the grid of the device that is there, unless one is named."""
-    if not any(o.startswith("bench=") for o in overrides):
-        overrides = [f"bench={'gpu' if torch.cuda.is_available() else 'cpu'}", *overrides]
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(conf), version_base="1.3", job_name="bench"):
-        return compose("bench", overrides=overrides)
+    """conf/bench.yaml with the grid of the device that is there, unless one is named. ValueError for what nothing reads."""
+    typed = [o for o in overrides if not o.startswith("bench=")]
+    chosen = [o for o in overrides if o.startswith("bench=")] or [f"bench={'gpu' if torch.cuda.is_available() else 'cpu'}"]
+    with hydra_at(conf):
+        check_set_once(overrides)
+        cfg, defaults = compose("bench", overrides=[*chosen, *typed]), compose("bench", overrides=chosen)
+    check_keys(cfg, defaults, TYPES, free_form=("overrides.",))
+    return cfg
 
 
 def _unused(folder: Path) -> Path:
