@@ -30,6 +30,7 @@ from seqmix.sweep import table
 from seqmix.sweep.jobs import Job, halved, objective, outcome, quoted, read_summary
 from seqmix.sweep.names import resolved, run_id
 from seqmix.sweep.queue import Queue, Settings
+from seqmix.tasks.selective_copy import SelectiveCopy
 
 register_resolvers()
 FAKE = Path(__file__).parent / "fake_job.py"
@@ -244,6 +245,21 @@ def test_a_job_runs_again_where_its_checkpoint_has_changed(queue, tmp_path):
     assert ran(None) == 1 and ran("a.ckpt", "b.ckpt", "it's.ckpt", None) == 3 and ran("b.ckpt", "a.ckpt") == 0
     save("a.ckpt", 4.0)
     assert ran("a.ckpt", "b.ckpt") == 1
+
+
+def test_a_job_runs_again_where_its_data_have_changed(queue, tmp_path, monkeypatch):
+    """A task says what its files look like (`file_facts`); those of a task whose rows are made do not change."""
+    facts = [("text.txt", 5, 0)]
+    monkeypatch.setattr(SelectiveCopy, "file_facts", lambda self: facts, raising=False)
+
+    def ran():
+        return [event[1] for event in queue([1, 2])[1] if event[0] == "start"]
+
+    assert ran() == ["1", "2"] and ran() == []
+    facts = [("text.txt", 6, 0)]
+    assert ran() == ["1", "2"] and ran() == []
+    facts = [("text.txt", 5, 0)]
+    assert ran() == [], "what was run on the same data is there"
 
 
 def test_a_config_may_name_the_number_of_its_job(queue):

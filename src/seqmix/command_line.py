@@ -260,7 +260,8 @@ class _Line:
         swept = self._parsed([f"{key}={value}" for key, value in (whole.hydra.sweeper.get("params") or {}).items()])
         for override in swept:
             self._check_choices(override)
-        by_key = {override.key_or_group: override for override in [*swept, *self.typed]}  # what is typed narrows a preset
+        # what is typed narrows a preset
+        by_key = {override.get_key_element().lstrip("+"): override for override in [*swept, *self.typed]}
         for override in by_key.values():
             if override.is_interval_sweep() and "BasicSweeper" in str(whole.hydra.sweeper._target_):
                 raise ValueError(f"{override.input_line}: hydra/sweeper=tpe searches an interval; list values, or use that")
