@@ -45,9 +45,8 @@ def start(folder: Path, *overrides: str, error_at: tuple[int, Exception] | None 
 
 
 def small(*overrides: str) -> list[str]:
-    """The overrides over the small sizes: a command line may set a key once."""
-    named = {override.split("=")[0] for override in overrides}
-    return [*(override for override in SMALL if override.split("=")[0] not in named), *overrides]
+    """The overrides over the small sizes, the later of two: a command line may set a key once."""
+    return list({override.split("=")[0]: override for override in (*SMALL, *overrides)}.values())
 
 
 def command(cwd: Path, *overrides: str, env: dict | None = None, launcher: tuple[str, ...] = (), multirun: bool = False):
