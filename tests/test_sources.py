@@ -257,6 +257,26 @@ def test_a_path_that_may_not_be_searched_says_so(monkeypatch):
     assert "source='locked/a.txt': Permission denied" in refused("locked/a.txt")
 
 
+# What nothing can be learned from
+
+
+@pytest.mark.parametrize("settings", [{}, {"tokenizer": "bpe", "vocab_size": 257}])
+def test_text_of_one_symbol_is_refused(settings):
+    message = refused("spaces.txt", b" " * 5000, **settings)
+    assert "source='spaces.txt'" in message and "nothing can be learned" in message
+    message = refused("ids.npy", saved(np.save, np.array([7] * 600 + [1, 2] * 300)), seq_len=8)
+    assert "token 7 '7'" in message, "the train region counts, as that is what is learned from"
+    read("two.txt", b" " * 4000 + b"\n" + b" " * 999)
+
+
+def test_pairs_are_learnt_from_text_without_spaces_in_seconds():
+    """The time grows with the square of the longest word: an hour for a word of a million letters, if it is not cut."""
+    words = "".join(np.random.default_rng(0).choice(list("acgt"), 100_000))
+    task = read("genome.txt", words.encode(), tokenizer="bpe", vocab_size=300, split=(0.8, 0.1, 0.1))
+    assert task.decode(torch.cat(list(task._chunks("val")))) == words[80_000:90_000]
+    assert len(task._tokens["train"]) < 40_000, "pairs were learnt"
+
+
 # Files that change
 
 

@@ -159,6 +159,12 @@ class LanguageModeling(Task):
                     + f"; source={self.source!r} has {total} in all, split={self.split}"
                 )
         counts = sum(torch.bincount(chunk, minlength=self.vocab_size) for chunk in self._chunks("train"))
+        if counts.count_nonzero() == 1:
+            one = int(counts.argmax())
+            raise ValueError(
+                f"the train region of source={self.source!r} is token {one} {self.decode([one])!r} throughout: "
+                "nothing can be learned from it"
+            )
         self.chance_token_accuracy = counts.max().item() / counts.sum().item()
         self.chance_sequence_accuracy = self.chance_token_accuracy**self.seq_len
         self._facts = facts | {"tokens": {split: len(tokens) for split, tokens in self._tokens.items()}}
@@ -363,8 +369,12 @@ def trained(text: str, vocab_size: int):
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    learnt.pre_tokenizer = words
+    # The time it takes grows with the square of the longest word, and text without spaces can be one word: of words that
+    # are longer than any of a natural language, pairs are learnt from parts.
+    parts = tokenizers.pre_tokenizers.Split(tokenizers.Regex(".{256}"), "isolated")
+    learnt.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([words, parts])
     learnt.train_from_iterator(pieces(text), trainer)
+    learnt.pre_tokenizer = words
     if learnt.get_vocab_size() < vocab_size:
         raise ValueError(
             f"vocab_size={vocab_size}, but the train region of {len(text)} characters has pairs for"
