@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from seqmix.tasks.lm import LanguageModeling
+from seqmix.tasks.selective_copy import SelectiveCopy
 
 TEXT = "".join(f"To be, or not to be, that is question {i}\n" for i in range(200)).encode()
 LINES = "".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(300))
@@ -302,3 +303,26 @@ def test_a_token_file_that_is_written_to_ends_the_run_with_its_name(name):
     for there in (lambda: task, lambda: pickle.loads(sent)):
         with pytest.raises(ValueError, match=f"{name} has changed since this run began to read it"):
             there().sample("train", torch.arange(8))
+
+
+def test_files_are_told_by_name_size_and_time_without_being_read(monkeypatch):
+    for name in ("1.txt", "2.txt"):
+        with open(name, "wb") as file:
+            file.write(TEXT)
+    task = LanguageModeling("*.txt")
+    with monkeypatch.context() as patch:
+        patch.setattr("builtins.open", None)
+        before = task.file_facts()
+    assert [(name, size) for name, size, _ in before] == [("1.txt", len(TEXT)), ("2.txt", len(TEXT))]
+    assert json.loads(json.dumps(before)) == [list(facts) for facts in before]
+    assert LanguageModeling("*.txt", seq_len=9, seed=3).file_facts() == before
+    os.utime("2.txt", ns=(0, 10**9))
+    assert LanguageModeling("*.txt").file_facts() == [before[0], ("2.txt", len(TEXT), 10**9)]
+    with open("3.txt", "wb") as file:
+        file.write(TEXT)
+    assert len(LanguageModeling("*.txt").file_facts()) == 3
+
+    assert LanguageModeling("shakespeare").file_facts() == SelectiveCopy().file_facts() == []
+    some = LanguageModeling("python", max_bytes=100_000).file_facts()
+    assert some[0][0].endswith("__future__.py") and sum(size for _, size, _ in some[:-1]) < 100_000
+    assert LanguageModeling("python", max_bytes=200_000).file_facts()[: len(some)] == some

@@ -141,6 +141,11 @@ class Task(L.LightningDataModule):
             "answer_bits": self.answer_bits,
         }
 
+    def file_facts(self) -> list[tuple[str, int, int]]:
+        """(name, bytes, nanoseconds since 1970 at the last change) of each file of data, without reading it; [] where
+        rows are made, or the files cannot change. JSON-able. For a task that has been built, and need not be set up."""
+        return []
+
     def eval_rows(self, split: str) -> int:
         """How many rows "val" or "test" has."""
         return self.eval_samples

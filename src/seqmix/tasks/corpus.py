@@ -300,6 +300,23 @@ def python_files() -> Iterator[Text]:
         yield Text(str(file), data)
 
 
+def file_facts(source: str, max_bytes: int | None) -> list[tuple[str, int, int]]:
+    """(name, bytes, nanoseconds since 1970 at the last change) of each file of a source, of which none is read.
+
+    Of "python" as far as max_bytes. [] for what is fetched: it is kept once it is there.
+    """
+    if source == "shakespeare" or source.startswith("hf:"):
+        return []
+    facts, left = [], sys.maxsize if source != "python" or max_bytes is None else max_bytes
+    for file in python_paths() if source == "python" else find(source):
+        status = os.stat(file)
+        facts.append((str(file), status.st_size, status.st_mtime_ns))
+        left -= status.st_size
+        if left <= 0:
+            break
+    return facts
+
+
 def hub(name: str, max_bytes: int | None, text_field: str) -> dict[str, list[Text]]:
     """A data set of the Hugging Face hub, or one of the two zips; its text is kept in the cache."""
     if name in ZIPS:

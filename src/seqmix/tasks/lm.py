@@ -302,6 +302,9 @@ class LanguageModeling(Task):
             "split": self.split,
         }
 
+    def file_facts(self) -> list[tuple[str, int, int]]:
+        return corpus.file_facts(self.source, self.max_bytes)
+
     def facts(self) -> dict:
         windows = {split: self._windows(split) for split in ("val", "test")}
         return (
