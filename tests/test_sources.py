@@ -278,6 +278,36 @@ def test_pairs_are_learnt_from_text_without_spaces_in_seconds():
     assert len(task._tokens["train"]) < 40_000, "pairs were learnt"
 
 
+# Token files in their place
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_token_file_is_in_memory_of_no_process():
+    """As a mapped one would be, page by page, in the run's and in each worker's."""
+
+    def resident():
+        with open("/proc/self/status") as file:
+            return sum(int(line.split()[1]) for line in file if line.startswith(("RssFile", "RssAnon"))) / 1024
+
+    (np.arange(32 << 20, dtype=np.uint32) % 251).astype("<u2").tofile("a.bin")  # 64 MiB
+    read("a.bin").sample("train", torch.arange(8))  # what is loaded once
+    before = resident()
+    task = read("a.bin")
+    for step in range(50):
+        task.sample("train", torch.arange(256) + 256 * step)
+    assert resident() - before < 24
+
+
+def test_loader_workers_read_the_rows_of_the_main_process():
+    ids = np.random.default_rng(0).integers(0, 60000, 5000)
+    settings = {"vocab_size": 60000, "make_on": "loader", "batch_size": 4}
+    for name, content in (("a.bin", ids.astype("<u2").tobytes()), ("b.npy", saved(np.save, ids.astype(">u4")))):
+        here, there = read(name, content, **settings), read(name, num_workers=2, **settings)
+        for _, one, other in zip(range(5), here.train_dataloader(), there.train_dataloader(), strict=False):
+            assert one.inputs.equal(other.inputs) and one.targets.equal(other.targets)
+        there.teardown("fit")
+
+
 # Files that change
 
 

@@ -14,7 +14,8 @@ from seqmix.tasks.base import IGNORE, Batch, Task, one_of, whole
 from seqmix.tasks.token_file import TokenFile
 
 ON_DEVICE = 1 << 30  # bytes of token ids that are copied to the accelerator; more stay in main memory
-CHUNK = 1 << 20  # characters encoded at a time, tokens checked at a time
+CHUNK = 1 << 20  # characters encoded at a time
+CHECKED = 1 << 16  # tokens checked and counted at a time: so few that what is freed leaves no mark on the run's peak memory
 KINDS = {"uint8": 0xFF, "int16": 0xFFFF, "int32": 0xFFFFFFFF, "int64": -1}  # how ids are kept, and what to mask
 
 
@@ -224,8 +225,8 @@ class LanguageModeling(Task):
         if self.max_bytes is not None:
             ids = ids[: self.max_bytes // ids.itemsize]
         digest = hashlib.sha256()
-        for start in range(0, len(ids), CHUNK):
-            chunk = np.asarray(ids[start : start + CHUNK])
+        for start in range(0, len(ids), CHECKED):
+            chunk = np.asarray(ids[start : start + CHECKED])
             digest.update(chunk.tobytes())
             low, high = int(chunk.min()), int(chunk.max())
             if low < 0 or high >= self.vocab_size:
@@ -246,7 +247,7 @@ class LanguageModeling(Task):
 
     def _chunks(self, split: str) -> Iterator[Tensor]:
         tokens = self._tokens[split]
-        return (self._widen(as_tensor(tokens[i : i + CHUNK])) for i in range(0, len(tokens), CHUNK))
+        return (self._widen(as_tensor(tokens[i : i + CHECKED])) for i in range(0, len(tokens), CHECKED))
 
     # Rows
 
