@@ -229,6 +229,16 @@ def test_the_encoding_is_that_of_the_file_and_not_of_the_text_taken_from_its_lin
         assert task.decode(torch.cat(list(task._chunks("train")))).startswith(first + "\n\n")
 
 
+def test_a_damaged_file_of_the_cache_is_named(tmp_path):
+    settings = {"tokenizer": "bpe", "vocab_size": 300}
+    read("a.txt", TEXT, **settings)
+    for pattern in ("ids-*.npy", "bpe-*.json"):
+        for kept in (tmp_path / "cache").glob(pattern):
+            kept.write_bytes(kept.read_bytes()[:-40])
+        message = refused("a.txt", **settings)
+        assert pattern[:4] in message and str(tmp_path / "cache") in message, message
+
+
 # Paths
 
 

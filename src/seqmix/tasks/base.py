@@ -47,6 +47,13 @@ def whole(name: str, value: int, least: int) -> int:
     return value
 
 
+def string(name: str, value: str) -> str:
+    """`value` if it is a string; else a ValueError that names it."""
+    if not isinstance(value, str):
+        raise ValueError(f"{name}={value!r} is not a string; in quotes, as '{name}=\"{value}\"', it is one")
+    return value
+
+
 def one_of(name: str, value: str, choices: tuple[str, ...]) -> str:
     """`value` if it is among `choices`; else a ValueError that lists them."""
     if value not in choices:

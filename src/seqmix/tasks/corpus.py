@@ -160,9 +160,9 @@ def format_of(file: str, head: bytes) -> str | None:
     promised = next((name for name, suffixes, _ in FORMATS if end in suffixes), None)
     if promised is not None and begun is None:
         begins = f"begins with {head[:16]!r}" if head else "is empty"
-        raise ValueError(
-            f"{file} is named like {promised} data, but {begins}; rename it if it is plain text, else fetch it again, unpacked"
-        )
+        read = promised in UNPACK or promised == "NumPy"
+        hint = "it is damaged, or has the wrong name" if read else "rename it if it is plain text, else unpack or convert it"
+        raise ValueError(f"{file} is named like {promised} data, but {begins}: {hint}")
     return begun
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from seqmix.tasks import corpus, rng
-from seqmix.tasks.base import IGNORE, Batch, Task, one_of, whole
+from seqmix.tasks.base import IGNORE, Batch, Task, one_of, string, whole
 from seqmix.tasks.token_file import TokenFile
 
 ON_DEVICE = 1 << 30  # bytes of token ids that are copied to the accelerator; more stay in main memory
@@ -46,13 +46,14 @@ class LanguageModeling(Task):
         seq_len: L, tokens in a row.
         split: the shares of train, val and test.
         max_bytes: read no more of the source than this; None for all of it.
-        text_field: the entry of a .jsonl line, or of a row of the hub, that is text.
-        encoding: of text files, where they are read as text: tokenizer="bpe" and .jsonl.
+        text_field: the entry of a JSON line, or of a row of the hub, that is text.
+        encoding: of files, where they are read as text: tokenizer="bpe", and JSON lines.
         dtype: of .bin files.
 
     Raises:
         ValueError: by name and number, for settings that cannot be, in the constructor; for data that do not fit them
-            (too short, ids out of range, bytes that are not text), in `setup`.
+            (too short, of one symbol, ids out of range, bytes that are not text) or are damaged, in `setup`.
+        OSError, ImportError: for data that cannot be read or fetched, in `setup`.
     """
 
     def __init__(
@@ -85,16 +86,20 @@ class LanguageModeling(Task):
             num_workers=num_workers,
             make_on=make_on,
         )
-        self.source = source
+        self.source = string("source", source)
         self.tokenizer = one_of("tokenizer", tokenizer, ("byte", "bpe", "ids"))
         self.vocab_size = whole("vocab_size", vocab_size, 2)
         self.seq_len = whole("seq_len", seq_len, 1)
-        self.split = [float(share) for share in split]
         self.max_bytes = None if max_bytes is None else whole("max_bytes", max_bytes, 1)
-        self.text_field, self.encoding = text_field, encoding
+        self.text_field, self.encoding = string("text_field", text_field), string("encoding", encoding)
         self.dtype = one_of("dtype", dtype, ("uint8", "uint16", "int16", "int32", "uint32", "int64"))
-        if len(self.split) != 3 or min(self.split) <= 0 or not math.isclose(sum(self.split), 1, abs_tol=1e-6):
-            raise ValueError(f"split={self.split} is not three positive shares that sum to 1")
+        try:
+            self.split = [float(share) for share in split]
+            good = len(self.split) == 3 and min(self.split) > 0 and math.isclose(sum(self.split), 1, abs_tol=1e-6)
+        except (TypeError, ValueError):
+            good = False
+        if not good:
+            raise ValueError(f"split={split!r} is not three positive shares that sum to 1")
         if tokenizer == "byte" and vocab_size != 256:
             raise ValueError(f"vocab_size={vocab_size}, but bytes are 256; a larger vocabulary is tokenizer=bpe")
         if tokenizer == "bpe" and vocab_size <= 256:
@@ -364,7 +369,10 @@ def trained(text: str, vocab_size: int):
     mark = hashlib.sha256(text.encode()).hexdigest()[:32]
     kept = corpus.cache_folder() / f"bpe-{mark}-{vocab_size}.json"
     if kept.exists():
-        return tokenizers.Tokenizer.from_file(str(kept))
+        try:
+            return tokenizers.Tokenizer.from_file(str(kept))
+        except Exception as error:  # tokenizers raises no other class
+            raise ValueError(f"{kept} is damaged: {error}; remove it, and it is made again") from error
     learnt = tokenizers.Tokenizer(tokenizers.models.BPE())
     words = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     learnt.decoder = tokenizers.decoders.ByteLevel()
