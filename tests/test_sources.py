@@ -171,7 +171,7 @@ def test_damaged_compressed_files_are_named(pack):
         ("null", ["not an object"]),
         ('{"text": ', ["not JSON", "Expecting value at character 9", '{"text": ']),
         ("To be, or not to be", ["not JSON", "To be", ".txt"]),
-        ('{"text": "\\ud800"}', ["half a character"]),
+        ('{"text": "\\ud800"}', ["a surrogate without its other half"]),
         ("[" * 100_000, ["not JSON"]),
         ('{"text": ' + "1" * 5000 + "}", ["not JSON"]),
     ],

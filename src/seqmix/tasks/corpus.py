@@ -243,7 +243,8 @@ def document(row: object, text_field: str, where: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError as error:  # "\ud800" is valid JSON
-        raise ValueError(f"{where}: text_field={text_field!r} holds {text[error.start]!r}, half a character") from error
+        half = text[error.start]
+        raise ValueError(f"{where}: text_field={text_field!r} holds {half!r}, a surrogate without its other half") from error
 
 
 def decode(text: Text, cut: bool = False) -> str:
