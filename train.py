@@ -51,9 +51,12 @@ from seqmix.config import (
 )
 from seqmix.step import NonFiniteError
 from seqmix.sweep.jobs import in_a_sweep, objective, read_summary, take_up
+from seqmix.tasks.base import Task
 from seqmix.tracking import closing, source_facts, source_state
 
 CONF = Path(__file__).parent / "conf"
+REFUSED = (ValueError, OSError, ImportError)  # before training: wrong settings, data, disk or network, said in one line
+data: Task | None = None  # of a single run, which is read before there is a folder for it
 log = logging.getLogger("seqmix")
 for package in ("lightning.pytorch", "lightning.fabric"):  # their remarks on what the config says anyway
     logging.getLogger(package).setLevel(logging.WARNING)
@@ -78,8 +81,12 @@ def main(cfg: DictConfig) -> float:
         done, own = take_up(folder) if multirun or in_a_sweep() else (None, None)
         return objective(done or train(cfg, folder, own))
     except Exception as error:
-        log.exception("the run has failed")
-        if not read_summary(folder):  # it was refused, or its data was not there
+        refused = not read_summary(folder)  # or its data was not there
+        if refused and isinstance(error, REFUSED):
+            log.error("%s: %s", type(error).__name__, error)
+        else:
+            log.exception("the run has failed")
+        if refused:
             write({"status": status_of(error), "error": f"{type(error).__name__}: {error}", "folder": str(folder)}, folder, [])
         if not multirun:
             raise SystemExit(1) from None
@@ -94,13 +101,11 @@ def train(cfg: DictConfig, folder: Path, own: Path | None = None) -> dict:
     OmegaConf.resolve(cfg)
     check(cfg, own)
     checkpoint = own or find_checkpoint(cfg)
-    started = time.monotonic()
     torch.set_float32_matmul_precision(cfg.matmul_precision)
     L.seed_everything(cfg.seed, workers=True, verbose=False)
 
-    task = build(cfg.task)
-    task.prepare_data()
-    task.setup("fit")  # now, while errors in the data itself (too short, no network) cost nothing
+    task = read(cfg) if data is None else data  # now, while errors in the data itself (too short, no network) cost nothing
+    started = time.monotonic()
     module = build_module(cfg, task)
     if cfg.compile:
         for block in module.model.blocks:  # blocks that are alike are compiled once
@@ -159,6 +164,14 @@ def train(cfg: DictConfig, folder: Path, own: Path | None = None) -> dict:
     if trainer.is_global_zero:
         print_table(summary, cfg)
     return summary
+
+
+def read(cfg: DictConfig) -> Task:
+    """The task of a config, with its data."""
+    task = build(cfg.task)
+    task.prepare_data()
+    task.setup("fit")
+    return task
 
 
 def leave_group() -> None:
@@ -230,17 +243,15 @@ def print_table(summary: dict, cfg: DictConfig) -> None:
     console.print(summary["folder"], soft_wrap=True, highlight=False)
 
 
-def show_batch(cfg: DictConfig) -> None:
-    """The first training batch, as the model will see it."""
-    task = build(cfg.task)
-    task.prepare_data()
-    task.setup("fit")
-    print(task.render(task.sample("train", torch.arange(task.batch_size))))
-
-
 if __name__ == "__main__":
     composed = None if in_a_sweep() else check_command_line(sys.argv[1:], CONF)  # the sweep's own has been checked
+    if composed is not None:
+        try:
+            data = read(composed)
+        except REFUSED as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
     if composed is not None and composed.show == "batch":
-        show_batch(composed)
+        print(data.render(data.sample("train", torch.arange(data.batch_size))))  # as the model will see it
     else:
         main()

@@ -1,5 +1,6 @@
 """What a run leaves behind when it goes wrong, and what the commands do (cases E, F, G01, H01)."""
 
+import gzip
 import json
 import math
 import os
@@ -59,6 +60,36 @@ def test_show_batch_prints_and_makes_nothing(tmp_path):
     done = command(tmp_path, *SELECTIVE_COPY, "show=batch")
     assert done.returncode == 0, done.stderr
     assert "^^^" in done.stdout and list(tmp_path.iterdir()) == []
+
+
+def test_data_that_cannot_be_read_are_one_line_before_there_is_a_folder(tmp_path):
+    """A stand-in for every kind, which tests/test_sources.py has; also without the extra, and where a batch is only shown."""
+    (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(os.urandom(5000))[:-100])
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 200)
+    (tmp_path / "tokenizers.py").write_text("raise ImportError('no tokenizers here')")
+    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])}
+    for overrides, words in {
+        ("task.source=cut.txt.gz",): "cut.txt.gz is damaged gzip data",
+        ("task.source=cut.txt.gz", "show=batch"): "cut.txt.gz is damaged gzip data",
+        ("task.source=none.txt",): "none.txt",
+        ("task.source=text.txt", "task.seq_len=10000"): "8400 tokens < 10001",
+        ("task.source=text.txt", "task.tokenizer=bpe", "task.vocab_size=300"): "pip install 'seqmix[data]'",
+    }.items():
+        done = command(tmp_path, "task=lm", *overrides, env=env)
+        assert done.returncode == 2 and done.stdout == "", overrides
+        assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and words in done.stderr, done.stderr
+        assert not (tmp_path / "outputs").exists()
+
+
+def test_data_that_cannot_be_read_are_one_line_in_the_log_of_a_job(tmp_path):
+    (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(os.urandom(5000))[:-100])
+    done = command(tmp_path, "task=lm", "task.source=cut.txt.gz", "logger=csv", "seed=0,1", multirun=True, env=WIDE)
+    assert done.returncode == 1 and "2 failed" in done.stderr and "cut.txt.gz is damaged" in done.stderr
+    for folder, summary in summaries(tmp_path / "outputs").items():
+        assert summary["status"] == "failed" and "cut.txt.gz is damaged" in summary["error"]
+        (line,) = (folder / "train.log").read_text().splitlines()
+        assert summary["error"] in line
+    assert "Traceback" not in "".join(path.read_text() for path in tmp_path.rglob("output.log"))
 
 
 def test_a_printed_checkpoint_can_be_pasted_into_ckpt(tmp_path):

@@ -56,7 +56,7 @@ def test_made_runs_have_the_keys_of_real_ones(tmp_path):
     # and the report reads the real one right
     cell = the_cell(build_report([true], "t"))
     assert cell.results["token_accuracy"].median == summary["test/token_accuracy"]
-    assert cell.results["peak_memory"].median == summary["memory/peak_rss_mib"]
+    assert cell.results["peak_memory"].median == summary["memory/peak_host_mib"]
     steps, losses = zip(*true.curves["val/loss"], strict=True)
     assert {step: value for step, value in zip(steps, losses, strict=True)} == {
         step: float(text) for step, text in real.metrics(tmp_path / "real", "val/loss").items()

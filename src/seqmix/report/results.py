@@ -184,7 +184,7 @@ def _metrics(split: str) -> list[Metric]:
 
     def peak(run: Run) -> float | None:
         on_gpu = run.number("memory/peak_allocated_mib")
-        return run.number("memory/peak_rss_mib") if on_gpu is None else on_gpu
+        return run.number("memory/peak_host_mib") if on_gpu is None else on_gpu
 
     token, whole = f"{split}/token_accuracy", f"{split}/sequence_accuracy"
     return [

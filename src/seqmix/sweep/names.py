@@ -51,7 +51,7 @@ def run_id(cfg: DictConfig) -> str:
     if job.get("ckpt") not in (None, "last"):
         job["ckpt"] = checkpoint_mark(Path(str(job["ckpt"])))
     with contextlib.suppress(InstantiationException):  # a task that cannot be: its job says why
-        if files := getattr(instantiate(own.task, _convert_="all"), "file_facts", list)():
+        if files := instantiate(own.task, _convert_="all").file_facts():
             job["files"] = files
     return _digest(job)
 
