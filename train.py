@@ -30,10 +30,9 @@ from hydra.types import RunMode
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
 from rich.table import Table
 
-from seqmix import measure
+from seqmix import display, measure
 from seqmix.callbacks import NonFiniteError, best_checkpoint
 from seqmix.config import (
     build,
@@ -66,6 +65,7 @@ gc.freeze()  # what is imported stays: no collection looks at it again, and the 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> float:
     """One job; returns what a search minimises. An error goes to its own train.log and summary.json."""
+    display.guard_standard_streams()  # submitit begins here
     multirun = HydraConfig.get().mode == RunMode.MULTIRUN
     folder = Path(HydraConfig.get().runtime.output_dir)
     try:
@@ -141,7 +141,7 @@ def train(cfg: DictConfig, folder: Path) -> dict:
             if trainer.is_global_zero:
                 write(summary, folder, loggers)
     if trainer.is_global_zero:
-        print_table(summary, cfg)
+        display.attempt("the table", lambda: print_table(summary, cfg))
     return summary
 
 
@@ -209,9 +209,9 @@ def print_table(summary: dict, cfg: DictConfig) -> None:
     for name, value in summary.items():
         if name.startswith(("speed/", "memory/")) and value is not None:
             costs.add_row(name, f"{value:,.4g}" if value < 1000 else f"{value:,.0f}")
-    console = Console()
+    console = display.console()
     console.print(table, costs)
-    console.print(summary["folder"], soft_wrap=True, highlight=False)
+    console.print(display.visible(summary["folder"]), soft_wrap=True)
 
 
 def show_batch(cfg: DictConfig) -> None:
@@ -223,6 +223,7 @@ def show_batch(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
+    display.guard_standard_streams()
     composed = None if in_a_sweep() else check_command_line(sys.argv[1:], CONF)  # the sweep's own has been checked
     if composed is not None and composed.show == "batch":
         show_batch(composed)

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import difflib
 import os
-import sys
 from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import lightning as L
 import torch
@@ -30,6 +29,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from seqmix.display import refuse
 from seqmix.model import SequenceModel
 from seqmix.optim import make_optimizer
 from seqmix.sweep.names import run_folder, sweep_name
@@ -71,7 +71,7 @@ def check_command_line(arguments: list[str], conf: Path) -> DictConfig | None:
         check_processes(trainer)
         check_kernels(cfg, model, trainer)
     except (ValueError, TypeError, MisconfigurationException, HydraException, OmegaConfBaseException) as error:
-        _refuse(str(error))
+        refuse(str(error))
     return cfg
 
 
@@ -281,11 +281,6 @@ def _nearest(name: str, names: Iterable[str]) -> str:
 def _hydra_at(conf: Path) -> initialize_config_dir:
     GlobalHydra.instance().clear()
     return initialize_config_dir(str(conf), version_base="1.3", job_name="train")
-
-
-def _refuse(message: str) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 def _run_stamp() -> str:

@@ -25,6 +25,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from seqmix import display
 from seqmix.bench import figures, pool, results
 from seqmix.bench.grid import Point, grid
 from seqmix.config import register_resolvers
@@ -103,7 +104,8 @@ def measure_all(points: list[Point], cfg: DictConfig, out: Path, command: str) -
             file.write(json.dumps(row) + "\n")
             file.flush()
             rows.append(row)
-            print(f"{i:3}/{len(points)} {time.perf_counter() - began:6.1f} s  {point}  {told(row)}", flush=True)
+            line = f"{i:3}/{len(points)} {time.perf_counter() - began:6.1f} s  {point}  {told(row)}"
+            print(display.visible(line), flush=True)
     return rows
 
 
@@ -170,5 +172,6 @@ def _card(device: str) -> str:
 
 
 if __name__ == "__main__":
+    display.guard_standard_streams()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the process of the point ends, too
     raise SystemExit(main())

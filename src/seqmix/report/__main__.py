@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+from seqmix import display
 from seqmix.report.page import page
 from seqmix.report.results import AVERAGED, build_report
 from seqmix.report.runs import find_runs, not_started, tidy
@@ -56,7 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
         (out / name).write_text(text, encoding="utf-8")
     print(f"{headline(report)}; {len(report.cells)} cells, {time.perf_counter() - started:.1f} s")
     for notice in report.notices:
-        print(f"  {notice}")
+        print(display.visible(f"  {notice}"))
     for name in files:
         print(out / name)
     if asked.wandb:
@@ -68,4 +69,5 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    display.guard_standard_streams()
     main()
