@@ -34,8 +34,10 @@ from rich.table import Table
 
 from seqmix import display, measure
 from seqmix.callbacks import NonFiniteError, best_checkpoint
+from seqmix.claim import claim
 from seqmix.config import (
     build,
+    build_loggers,
     build_model,
     check,
     check_command_line,
@@ -68,6 +70,8 @@ def main(cfg: DictConfig) -> float:
     display.guard_standard_streams()  # submitit begins here
     multirun = HydraConfig.get().mode == RunMode.MULTIRUN
     folder = Path(HydraConfig.get().runtime.output_dir)
+    if multirun:  # in one process, or in submitit's
+        claim(folder, cfg)
     try:
         done = take_up(cfg, folder) if multirun or in_a_sweep() else None
         return objective(done or train(cfg, folder))
@@ -98,14 +102,15 @@ def train(cfg: DictConfig, folder: Path) -> dict:
     if cfg.compile:
         module.model.compile()
     callbacks = [build(node) for node in (cfg.get("callbacks") or {}).values() if node]
-    loggers = [build(node) for node in (cfg.get("logger") or {}).values() if node]
+    loggers = build_loggers(cfg)
     trainer = build(cfg.trainer)(callbacks=callbacks, logger=loggers, default_root_dir=str(folder))
     check_processes(trainer)
     if trainer.world_size > 1:
         atexit.register(leave_group)
     check_kernels(cfg, module.model, trainer)
 
-    OmegaConf.save(cfg, folder / "config.yaml")
+    if trainer.is_global_zero:
+        OmegaConf.save(cfg, folder / "config.yaml")
     summary = {"status": "failed", "folder": str(folder), "resumed_from": checkpoint and str(checkpoint)}
     facts = {
         "data": task.facts(),

@@ -20,8 +20,10 @@ ARROWS = {
     "src/seqmix/module.py": ("seqmix.metrics", "seqmix.optim", "seqmix.sharding"),
     "src/seqmix/sharding.py": (),
     "src/seqmix/display.py": (),
-    "src/seqmix/config.py": ("seqmix.display", "seqmix.model", "seqmix.optim", "seqmix.sweep.names"),
-    "src/seqmix/sweep": ("seqmix.display", "seqmix.sweep", "seqmix.tracking"),
+    "src/seqmix/folders.py": ("seqmix.display",),
+    "src/seqmix/claim.py": ("seqmix.config", "seqmix.display", "seqmix.folders", "seqmix.sweep"),
+    "src/seqmix/config.py": ("seqmix.display", "seqmix.folders", "seqmix.model", "seqmix.optim", "seqmix.sweep.names"),
+    "src/seqmix/sweep": ("seqmix.display", "seqmix.folders", "seqmix.sweep", "seqmix.tracking"),
     "src/hydra_plugins": ("seqmix.sweep",),
     "src/seqmix/callbacks": ("seqmix.display", "seqmix.measure", "seqmix.costs", "seqmix.callbacks"),
     "src/seqmix/tasks": ("seqmix.tasks",),
@@ -38,13 +40,14 @@ ARROWS = {
         "seqmix.costs",
         "seqmix.decode",
         "seqmix.display",
+        "seqmix.folders",
         "seqmix.measure",
         "seqmix.optim",
         "seqmix.tracking",
         "seqmix_kernels.attention",  # its choices, which one point hands on to the next
     ),
     "src/seqmix/tracking.py": (),
-    "src/seqmix/report": ("seqmix.display", "seqmix.report"),
+    "src/seqmix/report": ("seqmix.display", "seqmix.folders", "seqmix.report"),
     "src/seqmix/__init__.py": (),
 }
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("src/**/*.py"), *ROOT.glob("kernels/**/*.py")])

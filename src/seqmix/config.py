@@ -9,6 +9,8 @@ there.
 from __future__ import annotations
 
 import difflib
+import functools
+import logging
 import os
 from collections.abc import Iterable
 from datetime import datetime
@@ -30,10 +32,12 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from seqmix.display import refuse
+from seqmix.folders import read_file, walk
 from seqmix.model import SequenceModel
 from seqmix.optim import make_optimizer
 from seqmix.sweep.names import run_folder, sweep_name
 
+log = logging.getLogger(__name__)
 RUNS = Path("outputs")
 # what a resumed run must share
 SAME_RUN = ("model", "channel_mixer", "task", "size", "seed", "dropout", "optimizer", "scheduler")
@@ -63,9 +67,12 @@ def check_command_line(arguments: list[str], conf: Path) -> DictConfig | None:
         with _hydra_at(conf):
             _check_overrides(OverridesParser.create().parse_overrides(overrides), conf, multirun)
         if multirun:
+            fixed = [o for o in overrides if o.startswith("logger") and "," not in o]
+            build_loggers(compose_run(fixed, conf, folder="(made when a job starts)"))
             return None
         cfg = compose_run(overrides, conf, folder="(made when the run starts)")
         model = check(cfg)
+        build_loggers(cfg)
         callbacks = [build(node) for node in (cfg.get("callbacks") or {}).values() if node]
         trainer = build(cfg.trainer)(callbacks=callbacks, logger=False)
         check_processes(trainer)
@@ -156,15 +163,25 @@ def find_checkpoint(cfg: DictConfig) -> Path | None:
         if not path.is_file():
             raise ValueError(f"ckpt={cfg.ckpt}: there is no such file (looked for {path.absolute()})")
         return path
-    newest_first = sorted(RUNS.rglob("checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime, reverse=True)
+    checkpoints = [folder / "checkpoints" / "last.ckpt" for folder, children, _ in walk(RUNS) if "checkpoints" in children]
+    newest_first = sorted(filter(Path.is_file, checkpoints), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in newest_first:
-        other = OmegaConf.load(path.parent.parent / "config.yaml")
-        if all(other.get(key) == cfg[key] for key in SAME_RUN):
+        try:
+            other = read_file(path.parent.parent / "config.yaml")
+        except ValueError as error:
+            _say_skipped(path, str(error))
+            continue
+        if all(other.get(key) == OmegaConf.to_container(cfg, resolve=True).get(key) for key in SAME_RUN):
             return path
     raise ValueError(
         f"ckpt=last: none of the {len(newest_first)} checkpointed runs under {RUNS} has the same "
         f"{', '.join(SAME_RUN)}; name a file instead"
     )
+
+
+@functools.cache  # once, however often the run asks
+def _say_skipped(path: Path, reason: str) -> None:
+    log.warning("ckpt=last: %s is skipped: %s", path, reason)
 
 
 def build(node: DictConfig | None) -> Any:
@@ -178,6 +195,11 @@ def build(node: DictConfig | None) -> Any:
         if isinstance(cause, TypeError):
             raise ValueError(f"{node.get('_target_')}: {cause}") from cause
         raise
+
+
+def build_loggers(cfg: DictConfig) -> list[L.pytorch.loggers.Logger]:
+    """The loggers of a config, which open nothing yet. ValueError where wandb is not installed, or lacks its key."""
+    return [build(node) for node in (cfg.get("logger") or {}).values() if node]
 
 
 def build_model(cfg: DictConfig, vocab_size: int) -> SequenceModel:

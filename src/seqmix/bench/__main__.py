@@ -29,6 +29,7 @@ from seqmix import display
 from seqmix.bench import figures, pool, results
 from seqmix.bench.grid import Point, grid
 from seqmix.config import register_resolvers
+from seqmix.folders import lock
 from seqmix.tracking import WandbLogger, closing, source_facts, source_state
 
 PLACES = (Path("conf"), Path(__file__).parents[3] / "conf")  # of the caller; beside the sources
@@ -52,13 +53,13 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         if cfg.redraw and not (Path(cfg.redraw) / "points.jsonl").is_file():
             raise ValueError(f"redraw={cfg.redraw}: there is no points.jsonl in it")
+        rows = results.read(Path(cfg.redraw) / "points.jsonl") if cfg.redraw else []
         points = [] if cfg.redraw else grid(cfg, conf)
     except (ValueError, HydraException, OmegaConfBaseException) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     if cfg.redraw:
         out = Path(cfg.redraw)
-        rows = results.read(out / "points.jsonl")
     else:
         out = Path(cfg.out) if cfg.out else _unused(Path(f"outputs/report/bench_{_card(cfg.device)}"))
         typed = [a for a in arguments if not a.startswith("out=")]  # where it is written to is of no number
@@ -88,7 +89,7 @@ def _unused(folder: Path) -> Path:
 
 def measure_all(points: list[Point], cfg: DictConfig, out: Path, command: str) -> list[dict]:
     """The rows, each a line of out/points.jsonl as soon as it is there."""
-    out.mkdir(parents=True, exist_ok=True)
+    lock(out)
     source = source_facts(source_state()) or {"commit": None}
     began, rows = time.perf_counter(), []
     with (out / "points.jsonl").open("w", encoding="utf-8") as file:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import math
 import os
 import secrets
@@ -15,6 +16,9 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from seqmix.folders import read_file
+
+log = logging.getLogger(__name__)
 PARENT = "SEQMIX_SWEEP"  # set for the process of a job: the process id of its sweep
 GONE = {-signal.SIGINT, -signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGTERM}
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -110,17 +114,26 @@ def outcome(exit_code: int, summary: Mapping, last_line: str) -> tuple[str, str 
 
 
 def read_summary(folder: Path) -> dict:
-    """summary.json, or {} where there is none, or one cut short."""
+    """summary.json, or {} where there is none; also, with a warning, where it cannot be read (cut short by a full disk)."""
+    path = folder / "summary.json"
+    if not path.exists():
+        return {}
     try:
-        return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+        return read_file(path)
+    except ValueError as error:
+        log.warning("%s; its run counts as not ended", error)
         return {}
 
 
 def read_jobs(sweep: Path) -> list[Job]:
-    """The jobs in sweep.json, or [] where there is none."""
+    """The jobs in sweep.json, or [] where there is none. ValueError, which names the file, where it is broken."""
     path = sweep / "sweep.json"
-    return [Job(**job) for job in json.loads(path.read_text(encoding="utf-8"))["jobs"]] if path.exists() else []
+    if not path.exists():
+        return []
+    try:
+        return [Job(**job) for job in read_file(path)["jobs"]]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not the record of a sweep ({type(error).__name__}: {error})") from error
 
 
 def accuracy(summary: Mapping) -> float | None:
