@@ -1,12 +1,15 @@
 """The command line: what is refused, and how (cases F04, F05, F08, H01, I08)."""
 
+import importlib.util
+import os
+import sys
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 from runs import SELECTIVE_COPY, command
 
-from seqmix.config import check_command_line, register_resolvers
+from seqmix.config import check_command_line, compose_run, find_checkpoint, register_resolvers
 
 CONF = Path(__file__).parent.parent / "conf"
 register_resolvers()
@@ -119,6 +122,7 @@ def test_heads_must_divide_the_width(capsys):
     ],
 )
 def test_an_implementation_that_cannot_run_on_this_cpu_is_refused_before_the_run(capsys, overrides, words):
+    pytest.importorskip("triton")  # else its absence is the reason
     message = refused(capsys, "trainer.accelerator=cpu", *overrides)
     assert all(word in message for word in words) and message.count("\n") == 1, message
 
@@ -178,6 +182,57 @@ def test_nothing_is_made_by_a_refusal(capsys, tmp_path, monkeypatch):
     refused(capsys, "task.n_tokens=65")
     refused(capsys, "model=mambo")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("flags", [(), ("-m", "seed=0,1")])
+def test_a_logger_that_cannot_be_is_refused_before_a_folder_is_made(capsys, tmp_path, monkeypatch, flags):
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("WANDB") or name == "NETRC"]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    if importlib.util.find_spec("wandb") is not None:
+        assert "mode=online needs a key" in refused(capsys, *flags, "logger.wandb.mode=online")
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as where it is not installed
+    message = refused(capsys, *flags)
+    assert "pip install wandb" in message and "logger=csv" in message and message.count("\n") == 1
+    assert (check_command_line([*flags, "logger=csv"], CONF) is None) == bool(flags)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ckpt=last
+
+
+def with_checkpoint(folder, config):
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "checkpoints/last.ckpt").touch()
+    if config is not None:
+        (folder / "config.yaml").write_text(config)
+    return folder / "checkpoints/last.ckpt"
+
+
+def test_ckpt_last_skips_by_name_what_it_cannot_read_and_finds_the_others(tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    mine = compose_run([], CONF, "x")
+    good = with_checkpoint(tmp_path / "outputs/runs/a", OmegaConf.to_yaml(mine)).relative_to(tmp_path)
+    broken = {"b": None, "c": "- a list", "d": "a: [b", "e": "", "f": "seed: 7"}
+    for name, text in broken.items():
+        with_checkpoint(tmp_path / f"outputs/runs/{name}", text)
+    for _ in range(2):
+        assert find_checkpoint(compose_run(["ckpt=last"], CONF, "x")) == good
+    for name in "bcde":
+        assert caplog.text.count(f"outputs/runs/{name}/config.yaml") == 1, "each in one line, once"
+    assert len(caplog.records) == 4
+    with pytest.raises(ValueError, match="none of the 6"):
+        find_checkpoint(compose_run(["ckpt=last", "seed=3"], CONF, "x"))
+
+
+def test_ckpt_last_finds_runs_through_a_link_and_in_folders_of_any_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs").mkdir()
+    (tmp_path / "outputs/runs").symlink_to(tmp_path / "disk")
+    for seed, name in enumerate(("disk/report/a", "disk/wandb/b", "disk/checkpoints/c", "outputs/d")):
+        with_checkpoint(tmp_path / name, OmegaConf.to_yaml(compose_run([f"seed={seed}"], CONF, "x")))
+        assert find_checkpoint(compose_run(["ckpt=last", f"seed={seed}"], CONF, "x")).parts[-3] == name[-1]
 
 
 def test_no_noise_is_allowed():

@@ -42,10 +42,11 @@ def main(arguments: list[str] | None = None) -> None:
         runs = find_runs(asked.folders)
         title = asked.title or ", ".join(folder.resolve().name for folder in asked.folders)
         report = build_report(runs, title, asked.average_over, not_started(asked.folders))
+    except ImportError as error:
+        display.refuse(f"--wandb needs wandb and wandb-workspaces: pip install -e '.[report]' ({error})")
     except ValueError as error:
-        parser.error(str(error))
+        display.refuse(str(error))
     out = asked.out or asked.folders[0] / "report"
-    out.mkdir(parents=True, exist_ok=True)
     typed = tidy(" ".join(["python -m seqmix.report", *map(shlex.quote, arguments)]))
     files = {
         "index.html": page(report, typed),
@@ -53,8 +54,12 @@ def main(arguments: list[str] | None = None) -> None:
         "cells.csv": cells_csv(report),
         "runs.csv": runs_csv(report),
     }
-    for name, text in files.items():
-        (out / name).write_text(text, encoding="utf-8")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (out / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        display.refuse(f"cannot write to {out}: {error.strerror} ({error.filename})")
     print(f"{headline(report)}; {len(report.cells)} cells, {time.perf_counter() - started:.1f} s")
     for notice in report.notices:
         print(display.visible(f"  {notice}"))
