@@ -49,7 +49,7 @@ def _say_unreadable(error: OSError) -> None:
 
 
 def read_file(path: Path, kind: type = dict) -> dict | list:
-    """The dict or list in a YAML or JSON file. ValueError, one line that names the file, where it holds none."""
+    """The dict or list in a YAML or JSON file. ValueError, in one line that names the file, where it holds none."""
     try:
         text = path.read_text(encoding="utf-8")
         value = json.loads(text) if path.suffix == ".json" else yaml.load(text, Loader=LOADER)
@@ -58,7 +58,7 @@ def read_file(path: Path, kind: type = dict) -> dict | list:
         raise ValueError(f"{path} cannot be read: {reason}") from error
     if not isinstance(value, kind):
         found = "is empty" if value is None else f"holds a {type(value).__name__}"
-        raise ValueError(f"{path} {found}; it should hold a {kind.__name__}")
+        raise ValueError(f"{path} {found}, where a {kind.__name__} is needed")
     return value
 
 
