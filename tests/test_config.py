@@ -25,8 +25,8 @@ def refused(capsys, *arguments):
 
 
 def test_the_default_run_is_mamba_on_selective_copy():
-    cfg = check_command_line([], CONF)
-    same = check_command_line(["model=mamba", "task=selective_copy"], CONF)
+    cfg = check_command_line(["logger=csv"], CONF)
+    same = check_command_line(["logger=csv", "model=mamba", "task=selective_copy"], CONF)
     assert cfg == same and "mamba" in cfg.model._target_ and "selective_copy" in cfg.task._target_
 
 
@@ -65,7 +65,7 @@ def test_unknown_keys_are_refused_in_a_multirun_too(capsys):
 
 
 def test_a_key_of_one_choice_is_known_in_a_sweep_over_choices():
-    assert check_command_line(["-m", "model=lstm,mamba", "model.d_state=8,16"], CONF) is None
+    assert check_command_line(["-m", "logger=csv", "model=lstm,mamba", "model.d_state=8,16"], CONF) is None
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_an_implementation_that_cannot_run_on_this_cpu_is_refused_before_the_run
     [["model.scan=chunked"], ["model=transformer", "model.attn_impl=math", "size.n_layer=3"], ["model=s4", "model.impl=torch"]],
 )
 def test_an_implementation_that_runs_on_the_cpu_is_taken_by_name(overrides):
-    assert check_command_line(["trainer.accelerator=cpu", *overrides], CONF).size.n_layer in (2, 3)
+    assert check_command_line(["logger=csv", "trainer.accelerator=cpu", *overrides], CONF).size.n_layer in (2, 3)
 
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -166,7 +166,7 @@ def test_one_process_is_enough_where_one_device_is_asked_for(monkeypatch):
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     for trainer in ("default", "ddp_cpu", "fsdp"):
-        check_command_line([f"trainer={trainer}", "trainer.devices=1", "trainer.accelerator=cpu"], CONF)
+        check_command_line(["logger=csv", f"trainer={trainer}", "trainer.devices=1", "trainer.accelerator=cpu"], CONF)
 
 
 def test_asking_for_an_implementation_leaves_its_word_to_the_log_of_the_run(tmp_path):
@@ -236,7 +236,7 @@ def test_ckpt_last_finds_runs_through_a_link_and_in_folders_of_any_name(tmp_path
 
 
 def test_no_noise_is_allowed():
-    assert check_command_line(["task.seq_len=16", "task.n_tokens=16"], CONF).task.n_tokens == 16
+    assert check_command_line(["logger=csv", "task.seq_len=16", "task.n_tokens=16"], CONF).task.n_tokens == 16
 
 
 def test_every_top_level_key_is_read():

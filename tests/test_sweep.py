@@ -372,7 +372,7 @@ def test_halving_needs_an_even_batch():
 
 @pytest.mark.parametrize("preset", ["length_sweep", "lr_sweep"])
 def test_every_job_of_a_preset_can_be(preset):
-    assert check_command_line([f"experiment={preset}"], CONF) is not None
+    assert check_command_line(["logger=csv", f"experiment={preset}"], CONF) is not None
     params = OmegaConf.load(CONF / f"experiment/{preset}.yaml").hydra.sweeper.params
     values = [[f"{key}={value}" for value in str(listed).split(",")] for key, listed in params.items()]
     jobs = list(itertools.product(*values))

@@ -72,11 +72,12 @@ def check_command_line(arguments: list[str], conf: Path) -> DictConfig | None:
             return None
         cfg = compose_run(overrides, conf, folder="(made when the run starts)")
         model = check(cfg)
-        build_loggers(cfg)
         callbacks = [build(node) for node in (cfg.get("callbacks") or {}).values() if node]
         trainer = build(cfg.trainer)(callbacks=callbacks, logger=False)
         check_processes(trainer)
         check_kernels(cfg, model, trainer)
+        if cfg.show is None:
+            build_loggers(cfg)
     except (ValueError, TypeError, MisconfigurationException, HydraException, OmegaConfBaseException) as error:
         refuse(str(error))
     return cfg
