@@ -142,6 +142,7 @@ def test_two_processes_do_not_write_to_one_folder_and_a_killed_one_leaves_it_fre
                 os.killpg(first.pid, signal.SIGKILL)
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")  # Python 3.12
 def test_a_forked_child_does_not_keep_the_lock(tmp_path, held):
     lock(tmp_path / "run")
     ready, started = os.pipe()
