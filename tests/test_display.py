@@ -120,9 +120,9 @@ def test_in_a_terminal_the_bar_is_drawn_and_the_guarded_stream_is_a_terminal(tmp
 def test_sweep_and_report_survive_what_a_terminal_cannot_show(tmp_path):
     where = "hydra.sweep.dir='s[/x]'"
     done = shell(tmp_path, "2> /dev/full", "-m", *RUN, "seed=0,1", where)
-    assert done.returncode == 0
     jobs = json.loads((tmp_path / "s[/x]/sweep.json").read_text())["jobs"]
-    assert [job["status"] for job in jobs] == ["complete"] * 2
+    assert [job["status"] for job in jobs] == ["complete"] * 2, jobs
+    assert done.returncode == 0
     again = shell(tmp_path, "", "-m", *RUN, "seed=0,1", where)
     assert again.returncode == 0 and "s[/x]" in again.stderr and "2 skipped" in again.stderr, again.stderr
     line = f'"{sys.executable}" -m seqmix.report "s[/x]" > /dev/full'
