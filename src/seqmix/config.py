@@ -166,13 +166,14 @@ def find_checkpoint(cfg: DictConfig) -> Path | None:
         return path
     checkpoints = [folder / "checkpoints" / "last.ckpt" for folder, children, _ in walk(RUNS) if "checkpoints" in children]
     newest_first = sorted(filter(Path.is_file, checkpoints), key=lambda path: path.stat().st_mtime, reverse=True)
+    mine = OmegaConf.to_container(cfg, resolve=True)
     for path in newest_first:
         try:
             other = read_file(path.parent.parent / "config.yaml")
         except ValueError as error:
             _say_skipped(path, str(error))
             continue
-        if all(other.get(key) == OmegaConf.to_container(cfg, resolve=True).get(key) for key in SAME_RUN):
+        if all(other.get(key) == mine[key] for key in SAME_RUN):
             return path
     raise ValueError(
         f"ckpt=last: none of the {len(newest_first)} checkpointed runs under {RUNS} has the same "
