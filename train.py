@@ -33,14 +33,15 @@ from hydra.types import RunMode
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
 from rich.table import Table
 
-from seqmix import measure
+from seqmix import display, measure
 from seqmix.callbacks import best_checkpoint
+from seqmix.claim import claim
 from seqmix.command_line import check_command_line
 from seqmix.config import (
     build,
+    build_loggers,
     build_module,
     check,
     check_kernels,
@@ -75,8 +76,11 @@ gc.freeze()  # what is imported stays: no collection looks at it again, and the 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> float:
     """One job; returns what a search minimises. An error goes to its own train.log and summary.json."""
+    display.guard_standard_streams()  # submitit begins here
     multirun = HydraConfig.get().mode == RunMode.MULTIRUN
     folder = Path(HydraConfig.get().runtime.output_dir)
+    if multirun:  # in one process, or in submitit's
+        claim(folder, cfg)
     try:
         done, own = take_up(folder) if multirun or in_a_sweep() else (None, None)
         return objective(done or train(cfg, folder, own))
@@ -111,7 +115,7 @@ def train(cfg: DictConfig, folder: Path, own: Path | None = None) -> dict:
         for block in module.model.blocks:  # blocks that are alike are compiled once
             block.compile()
     callbacks = [build(node) for node in (cfg.get("callbacks") or {}).values() if node]
-    loggers = [build(node) for node in (cfg.get("logger") or {}).values() if node]
+    loggers = build_loggers(cfg)
     trainer = build(cfg.trainer)(callbacks=callbacks, logger=loggers, default_root_dir=str(folder))
     check_processes(trainer)
     if trainer.world_size > 1:
@@ -162,7 +166,7 @@ def train(cfg: DictConfig, folder: Path, own: Path | None = None) -> dict:
             if trainer.is_global_zero:
                 write(summary, folder, loggers)
     if trainer.is_global_zero:
-        print_table(summary, cfg)
+        display.attempt("the table", lambda: print_table(summary, cfg))
     return summary
 
 
@@ -238,12 +242,13 @@ def print_table(summary: dict, cfg: DictConfig) -> None:
     for name, value in summary.items():
         if name.startswith(("speed/", "memory/")) and value is not None:
             costs.add_row(name, f"{value:,.4g}" if value < 1000 else f"{value:,.0f}")
-    console = Console()
+    console = display.console()
     console.print(table, costs)
-    console.print(summary["folder"], soft_wrap=True, highlight=False)
+    console.print(display.visible(summary["folder"]), soft_wrap=True)
 
 
 if __name__ == "__main__":
+    display.guard_standard_streams()
     composed = None if in_a_sweep() else check_command_line(sys.argv[1:], CONF)  # the sweep's own has been checked
     if composed is not None:
         try:

@@ -162,6 +162,7 @@ def test_after_a_call_of_a_fifth_of_the_patience_what_is_four_times_as_long_is_n
 
 def test_what_processes_share_is_there_and_no_gpu_is_touched_for_it():
     """In a process of its own: what others import must not be asked here."""
+    pytest.importorskip("triton")
     code = (
         "import sys; from seqmix.bench import preload, kernels; import torch; "
         "assert not torch.cuda.is_initialized(); "
@@ -279,6 +280,14 @@ def test_numbers_that_are_there_are_not_written_over(tmp_path):
         (tmp_path / taken).mkdir()
         (tmp_path / taken / "points.jsonl").write_text("{}\n")
     assert _unused(bench_cpu) == tmp_path / "bench_cpu_3"
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"part": "training"}'])
+def test_a_point_that_cannot_be_read_is_named(tmp_path, capsys, line):
+    (tmp_path / "points.jsonl").write_text('{"part": "kernels", "status": "ok"}\n' + line + "\n")
+    assert main([f"redraw={tmp_path}"]) == 2
+    message = capsys.readouterr().err
+    assert f"{tmp_path / 'points.jsonl'}, line 2" in message and message.count("\n") == 1
 
 
 def test_nothing_to_redraw_is_one_line(tmp_path, capsys):

@@ -1,5 +1,7 @@
 """The command line: what is refused, and how (cases F04, F05, F08, H01, I08)."""
 
+import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from runs import SELECTIVE_COPY, command
 
 from seqmix import signatures
 from seqmix.command_line import check_command_line
-from seqmix.config import build, compose_run, register_resolvers
+from seqmix.config import build, compose_run, find_checkpoint, register_resolvers
 
 CONF = Path(__file__).parent.parent / "conf"
 register_resolvers()
@@ -26,8 +28,8 @@ def refused(capsys, *arguments):
 
 
 def test_the_default_run_is_mamba_on_selective_copy():
-    cfg = check_command_line([], CONF)
-    same = check_command_line(["model=mamba", "task=selective_copy"], CONF)
+    cfg = check_command_line(["logger=csv"], CONF)
+    same = check_command_line(["logger=csv", "model=mamba", "task=selective_copy"], CONF)
     assert cfg == same and "mamba" in cfg.model._target_ and "selective_copy" in cfg.task._target_
 
 
@@ -230,8 +232,6 @@ def test_a_sweep_may_be_written_in_any_way_of_hydras(monkeypatch, override, coun
         (("hydra.launcher.n_jobs=true",), ("hydra.launcher.n_jobs", "int")),
         (("+hydra.launcher.njobs=3",), ("hydra.launcher.njobs", "n_jobs'")),
         (("hydra.launcher.njobs=3",), ("hydra.launcher.njobs", "n_jobs'")),
-        (("hydra.sweep.subdir=${hydra.job.num}",), ("hydra.sweep.subdir", "${run_folder:}")),
-        (("hydra.sweep.subdir=all",), ("hydra.sweep.subdir", "${run_folder:}")),
         (("+hydra.sweeper.params.seed='1,2'",), ("Hydra cannot compose this",)),
     ],
 )
@@ -352,6 +352,7 @@ def test_heads_must_divide_the_width(capsys):
     ],
 )
 def test_an_implementation_that_cannot_run_on_this_cpu_is_refused_before_the_run(capsys, overrides, words):
+    pytest.importorskip("triton")  # else its absence is the reason
     message = refused(capsys, "trainer.accelerator=cpu", *overrides)
     assert all(word in message for word in words) and message.count("\n") == 1, message
 
@@ -361,7 +362,7 @@ def test_an_implementation_that_cannot_run_on_this_cpu_is_refused_before_the_run
     [["model.scan=chunked"], ["model=transformer", "model.attn_impl=math", "size.n_layer=3"], ["model=s4", "model.impl=torch"]],
 )
 def test_an_implementation_that_runs_on_the_cpu_is_taken_by_name(overrides):
-    assert check_command_line(["trainer.accelerator=cpu", *overrides], CONF).size.n_layer in (2, 3)
+    assert check_command_line(["logger=csv", "trainer.accelerator=cpu", *overrides], CONF).size.n_layer in (2, 3)
 
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -402,7 +403,7 @@ def test_one_process_is_enough_where_one_device_is_asked_for(monkeypatch, enviro
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     for trainer in ("default", "ddp_cpu", "fsdp"):
-        check_command_line([f"trainer={trainer}", "trainer.devices=1", "trainer.accelerator=cpu"], CONF)
+        check_command_line(["logger=csv", f"trainer={trainer}", "trainer.devices=1", "trainer.accelerator=cpu"], CONF)
 
 
 def test_a_run_takes_one_card_however_many_there_are(monkeypatch):
@@ -431,8 +432,59 @@ def test_nothing_is_made_by_a_refusal(capsys, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("flags", [(), ("-m", "seed=0,1")])
+def test_a_logger_that_cannot_be_is_refused_before_a_folder_is_made(capsys, tmp_path, monkeypatch, flags):
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("WANDB") or name == "NETRC"]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    if importlib.util.find_spec("wandb") is not None:
+        assert "mode=online needs a key" in refused(capsys, *flags, "logger.wandb.mode=online")
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as where it is not installed
+    message = refused(capsys, *flags)
+    assert "pip install wandb" in message and "logger=csv" in message and message.count("\n") == 1
+    assert (check_command_line([*flags, "logger=csv"], CONF) is None) == bool(flags)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ckpt=last
+
+
+def with_checkpoint(folder, config):
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "checkpoints/last.ckpt").touch()
+    if config is not None:
+        (folder / "config.yaml").write_text(config)
+    return folder / "checkpoints/last.ckpt"
+
+
+def test_ckpt_last_skips_by_name_what_it_cannot_read_and_finds_the_others(tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    mine = compose_run([], CONF, "x")
+    good = with_checkpoint(tmp_path / "outputs/runs/a", OmegaConf.to_yaml(mine)).relative_to(tmp_path)
+    broken = {"b": None, "c": "- a list", "d": "a: [b", "e": "", "f": "seed: 7"}
+    for name, text in broken.items():
+        with_checkpoint(tmp_path / f"outputs/runs/{name}", text)
+    for _ in range(2):
+        assert find_checkpoint(compose_run(["ckpt=last"], CONF, "x")) == good
+    for name in "bcde":
+        assert caplog.text.count(f"outputs/runs/{name}/config.yaml") == 1, "each in one line, once"
+    assert len(caplog.records) == 4
+    with pytest.raises(ValueError, match="none of the 6"):
+        find_checkpoint(compose_run(["ckpt=last", "seed=3"], CONF, "x"))
+
+
+def test_ckpt_last_finds_runs_through_a_link_and_in_folders_of_any_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs").mkdir()
+    (tmp_path / "outputs/runs").symlink_to(tmp_path / "disk")
+    for seed, name in enumerate(("disk/report/a", "disk/wandb/b", "disk/checkpoints/c", "outputs/d")):
+        with_checkpoint(tmp_path / name, OmegaConf.to_yaml(compose_run([f"seed={seed}"], CONF, "x")))
+        assert find_checkpoint(compose_run(["ckpt=last", f"seed={seed}"], CONF, "x")).parts[-3] == name[-1]
+
+
 def test_no_noise_is_allowed():
-    assert check_command_line(["task.seq_len=16", "task.n_tokens=16"], CONF).task.n_tokens == 16
+    assert check_command_line(["logger=csv", "task.seq_len=16", "task.n_tokens=16"], CONF).task.n_tokens == 16
 
 
 def test_every_top_level_key_is_read():

@@ -1,6 +1,7 @@
 """What a run leaves behind when it goes wrong, and what the commands do (cases E, F, G01, H01)."""
 
 import gzip
+import importlib.util
 import json
 import math
 import os
@@ -15,6 +16,8 @@ import torch
 from runs import ROOT, SELECTIVE_COPY, command, metrics, small, start
 
 from seqmix.step import NonFiniteError
+
+needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs wandb: pip install wandb")
 
 
 def summaries(folder):
@@ -39,6 +42,7 @@ def no_gcc(tmp_path):
 # One run
 
 
+@needs_wandb
 def test_a_run_from_elsewhere_without_key_terminal_compiler_or_triton(tmp_path):
     """Cases F07, G01, H01: relative paths are the caller's; wandb goes offline by itself; nothing but torch is needed."""
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 200)
@@ -174,6 +178,7 @@ def test_an_interrupt_saves_and_stops_the_sweep(tmp_path, sent, code):
 WIDE = {"COLUMNS": "240"}  # tables do not wrap
 
 
+@needs_wandb
 def test_a_sweep_keeps_its_runs_apart_and_lists_its_failures(tmp_path):
     """Cases F01, F02: every job a wandb run of its own, closed with its own exit code; each failure told, in its own log."""
     done = command(tmp_path, "task.n_tokens=3", "task.seq_len=12,-1,16,2", "trainer.max_steps=2", multirun=True, env=WIDE)
@@ -195,6 +200,7 @@ def test_a_sweep_keeps_its_runs_apart_and_lists_its_failures(tmp_path):
         assert summary["error"] in table
 
 
+@needs_wandb
 def test_the_basic_launcher_keeps_its_runs_apart_too(tmp_path):
     """All in one process: failures are recorded, listed and left behind; the same command skips what is complete."""
     line = ("task.n_tokens=3", "task.seq_len=12,-1", "trainer.max_steps=2", "hydra/launcher=basic", "model=lstm")

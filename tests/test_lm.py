@@ -32,6 +32,8 @@ def cache(tmp_path, monkeypatch):
 
 
 def ready(source, **settings):
+    if settings.get("tokenizer") == "bpe":
+        pytest.importorskip("tokenizers", reason="needs tokenizers: pip install '.[data]'")
     task = LanguageModeling(str(source), **settings)
     task.prepare_data()
     task.setup("fit")

@@ -1,5 +1,6 @@
 """Multiruns: what ends a job ends that job alone, and what is done stays done (cases E17, E18, F01, F02, F09, F11)."""
 
+import fcntl
 import importlib.util
 import itertools
 import json
@@ -27,6 +28,7 @@ from runs import CONF, ROOT, SELECTIVE_COPY, SMALL, command, small, start
 from seqmix.command_line import check_command_line
 from seqmix.config import check, compose_run, hydra_at, register_resolvers
 from seqmix.sweep import table
+from seqmix.sweep.callback import SweepTable, jobs_of_folders
 from seqmix.sweep.jobs import Job, halved, objective, outcome, quoted, read_summary
 from seqmix.sweep.names import resolved, run_id
 from seqmix.sweep.queue import Queue, Settings
@@ -294,10 +296,43 @@ def test_ctrl_c_ends_the_jobs_and_a_second_one_kills(queue, behaviour, signals, 
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_two_sweeps_do_not_share_a_folder(queue):
-    with pytest.raises(SystemExit, match="still running"):
-        with Queue._locked(type("Q", (), {"folder": queue.folder})()):
+def test_two_sweeps_do_not_share_a_folder(queue, capsys):
+    queue.folder.mkdir()
+    with (queue.folder / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(SystemExit) as stop:
             queue([1])
+    assert stop.value.code == 2 and "is writing to" in capsys.readouterr().err
+    assert [path.name for path in queue.folder.iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"jobs": [{"number": 1}]}'])
+def test_a_broken_record_is_refused_by_name_before_a_job_is_run(tmp_path, capsys, monkeypatch, text):
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s/sweep.json").write_text(text)
+    cfg = composed(f"hydra.sweep.dir={tmp_path}/s")
+    with pytest.raises(SystemExit) as stop:
+        SweepTable().on_multirun_start(cfg)
+    message = capsys.readouterr().err
+    assert stop.value.code == 2 and "s/sweep.json" in message and message.count("\n") == 1
+    assert (tmp_path / "s/sweep.json").read_text() == text
+
+
+def test_a_broken_summary_is_named_and_its_job_run_again(queue, caplog):
+    queue(range(3))
+    broken = Path(jobs_of(queue.folder)[1]["folder"]) / "summary.json"
+    broken.write_text("[1, 2]")
+    _, happened = queue(range(3))
+    assert [event[1] for event in happened if event[0] == "start"] == ["1"]
+    assert caplog.text.count(str(broken)) == 1
+
+
+def test_a_folder_that_cannot_be_read_is_left_out_of_the_table_by_name(tmp_path, caplog):
+    for name, text in (("a", "[seed=0]"), ("b", "a: ["), ("c", "seed: 1")):
+        (tmp_path / name / ".hydra").mkdir(parents=True)
+        (tmp_path / name / ".hydra/overrides.yaml").write_text(text)
+    assert [job.overrides for job in jobs_of_folders(tmp_path)] == [["seed=0"]]
+    assert caplog.text.count("b/.hydra/overrides.yaml") == caplog.text.count("c/.hydra/overrides.yaml") == 1
 
 
 @pytest.mark.parametrize(
@@ -416,7 +451,7 @@ def test_halving_ends_at_one_row():
 
 @pytest.mark.parametrize("preset", ["length_sweep", "lr_sweep"])
 def test_every_job_of_a_preset_can_be(preset):
-    assert check_command_line([f"experiment={preset}"], CONF) is None
+    assert check_command_line(["logger=csv", f"experiment={preset}"], CONF) is None
     params = OmegaConf.load(CONF / f"experiment/{preset}.yaml").hydra.sweeper.params
     values = [[f"{key}={value}" for value in str(listed).split(",")] for key, listed in params.items()]
     jobs = list(itertools.product(*values))

@@ -8,7 +8,6 @@ each job checks its own values when it starts.
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -36,6 +35,7 @@ from seqmix.config import (
     check_promises,
     hydra_at,
 )
+from seqmix.display import refuse
 from seqmix.signatures import nearest, show
 from seqmix.sweep.names import resolved
 
@@ -63,8 +63,7 @@ def check_command_line(arguments: list[str], conf: Path) -> DictConfig | None:
                 build_loggers(cfg)
         return cfg
     except (ValueError, TypeError, MisconfigurationException, HydraException, OmegaConfBaseException) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        raise SystemExit(2) from None
+        refuse(" ".join(str(error).split()))
 
 
 def _composed(flags: Namespace, conf: Path) -> DictConfig | None:
@@ -267,7 +266,8 @@ class _Line:
                 raise ValueError(f"{override.input_line}: hydra/sweeper=tpe searches an interval; list values, or use that")
         ways = [self._one_by_one(override) for override in by_key.values()]
         first = [way[0] for way in ways]
-        _, keys = self.job(first)
+        cfg, keys = self.job(first)
+        build_loggers(cfg)
         for i, way in enumerate(ways):
             for override in way[1:]:
                 if self._brings_keys(override):
@@ -297,15 +297,9 @@ def _keys_set(key: str, value: Any) -> Iterator[str]:
 
 
 def _check_launcher(whole: DictConfig) -> None:
-    """ValueError for settings of the launcher or the sweeper that cannot be, and for folders that do not tell jobs apart."""
+    """ValueError for settings of the launcher or the sweeper that cannot be."""
     for part in ("launcher", "sweeper"):
         node = OmegaConf.to_container(whole.hydra[part], resolve=True)
         signatures.check(node, f"hydra.{part}")
         if part == "launcher":  # which checks its own settings; Hydra builds it once more
             signatures.locate(node.pop("_target_"))(**node)
-    subdir = whole.hydra.sweep._get_node("subdir")._value()
-    if "${run_folder:}" not in subdir or "hydra.job." in subdir or "hydra:job." in subdir:
-        raise ValueError(
-            f"hydra.sweep.subdir={subdir}: a job is found again by its config, so its folder must hold ${{run_folder:}}, and "
-            "not its number, which another command gives to another job"
-        )

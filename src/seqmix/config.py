@@ -7,11 +7,13 @@ implementation that cannot run there. What is typed is checked in command_line.p
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import logging
 import os
 import pickle
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from seqmix import signatures
+from seqmix.folders import read_file, walk
 from seqmix.identity import changed, flat
 from seqmix.model import SequenceModel
 from seqmix.module import SequenceModule
@@ -37,6 +40,7 @@ from seqmix.signatures import show
 from seqmix.sweep.names import resolved, run_folder, sweep_name
 from seqmix.tasks.base import Task
 
+log = logging.getLogger(__name__)
 RUNS = Path("outputs")
 # what a thing raises when it cannot be built as it is asked to be
 WRONG = (
@@ -76,7 +80,7 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)
 
 
-@contextmanager
+@contextlib.contextmanager
 def hydra_at(conf: Path, beside: Path | None = None) -> Iterator[None]:
     """A context in which Hydra composes from `conf`. beside: a further folder of configs, as Hydra's --config-dir adds it."""
     GlobalHydra.instance().clear()
@@ -156,7 +160,7 @@ def check_promises(key: str, value: Any) -> None:
         raise ValueError(f"{key}={show(value)} is refused: {reason}")
 
 
-@contextmanager
+@contextlib.contextmanager
 def _said_of(key: str) -> Iterator[None]:
     """An error within becomes a ValueError that names the key."""
     try:
@@ -233,10 +237,16 @@ def find_checkpoint(cfg: DictConfig) -> Path | None:
         if not path.is_file():
             raise ValueError(f"ckpt={cfg.ckpt}: there is no such file (looked for {path.absolute()})")
         return path
-    newest_first = sorted(RUNS.rglob("checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime, reverse=True)
-    differ = []
+    checkpoints = [folder / "checkpoints" / "last.ckpt" for folder, children, _ in walk(RUNS) if "checkpoints" in children]
+    newest_first = sorted(filter(Path.is_file, checkpoints), key=lambda path: path.stat().st_mtime, reverse=True)
+    mine, differ = flat(OmegaConf.to_container(cfg, resolve=True)), []
     for path in newest_first:
-        if not (other := changed(_settings(path.parent.parent), flat(OmegaConf.to_container(cfg)), "resume")):
+        try:
+            other = changed(flat(read_file(path.parent.parent / "config.yaml")), mine, "resume")
+        except ValueError as error:
+            _say_skipped(path, str(error))
+            continue
+        if not other:
             return path
         differ.append(f"{path.parent.parent}, differs in {', '.join(other)}")
     newest = f"; the newest, {differ[0]}" if differ else ""
@@ -245,24 +255,23 @@ def find_checkpoint(cfg: DictConfig) -> Path | None:
     )
 
 
+@functools.cache  # once, however often the run asks
+def _say_skipped(path: Path, reason: str) -> None:
+    log.warning("ckpt=last: %s is skipped: %s", path, reason)
+
+
 def record_resume(checkpoint: Path, cfg: DictConfig) -> None:
     """Adds to cfg, as `resumed_over`, the settings that were others before, where they change a result: it is another run then.
 
-    Those of earlier resumes are kept. A checkpoint without the config of its run is named instead.
+    Those of earlier resumes are kept. A checkpoint without a config of its run that can be read is named instead.
     """
-    before = _settings(checkpoint.parent.parent)
-    over = {key.removeprefix("resumed_over."): value for key, value in before.items() if key.startswith("resumed_over.")}
-    now = flat(OmegaConf.to_container(cfg))
-    over |= {k: v for k, v in changed(before, now, "resume", "cell").items() if not k.startswith("resumed_over.")}
-    if over := over if before else {"ckpt": str(checkpoint)}:
+    over = {"ckpt": str(checkpoint)}
+    with contextlib.suppress(ValueError):
+        before = read_file(checkpoint.parent.parent / "config.yaml")
+        over = before.pop("resumed_over", {}) | changed(flat(before), flat(OmegaConf.to_container(cfg)), "resume", "cell")
+    if over:
         with open_dict(cfg):
             cfg.resumed_over = over
-
-
-def _settings(folder: Path) -> dict[str, object]:
-    """The flat config that a run has left in its folder; {} where there is none."""
-    path = folder / "config.yaml"
-    return flat(OmegaConf.to_container(OmegaConf.load(path))) if path.is_file() else {}
 
 
 def build(node: DictConfig | None) -> Any:
@@ -282,11 +291,6 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
         return build(cfg.trainer)(callbacks=callbacks, logger=False)
 
 
-def build_loggers(cfg: DictConfig) -> list[L.pytorch.loggers.Logger]:
-    """The loggers of a config, which open nothing yet."""
-    return [build(node) for node in (cfg.get("logger") or {}).values() if node]
-
-
 def build_module(cfg: DictConfig, task: Task) -> SequenceModule:
     """What a trainer trains: the model of a config with its optimizer, schedule and step. task: set up, for its token_bytes."""
     return SequenceModule(
@@ -298,6 +302,11 @@ def build_module(cfg: DictConfig, task: Task) -> SequenceModule:
         gradient_clip_val=cfg.gradient_clip_val,
         cuda_graph=cfg.cuda_graph,
     )
+
+
+def build_loggers(cfg: DictConfig) -> list[L.pytorch.loggers.Logger]:
+    """The loggers of a config, which open nothing yet. ValueError where wandb is not installed, or lacks its key."""
+    return [build(node) for node in (cfg.get("logger") or {}).values() if node]
 
 
 def build_model(cfg: DictConfig, vocab_size: int) -> SequenceModel:

@@ -71,7 +71,17 @@ class Crossing(NamedTuple):
 
 
 def read(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    """The rows of points.jsonl. ValueError, which names file and line, for a line that is none."""
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        if line:
+            try:
+                row = json.loads(line)
+                row["part"], row["status"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{path}, line {number}, is not a point ({type(error).__name__}: {error})") from error
+            rows.append(row)
+    return rows
 
 
 def value(row: Row, measure: Measure) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import math
 import os
 import re
@@ -17,6 +18,9 @@ from pathlib import Path
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
 
+from seqmix.folders import read_file
+
+log = logging.getLogger(__name__)
 ENDS = ("complete", "failed", "oom", "diverged", "interrupted", "killed")  # how a job can have ended, in its summary.json
 PARENT = "SEQMIX_SWEEP"  # set for the process of a job: the process id of its sweep
 GONE = {-signal.SIGINT, -signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGTERM}
@@ -112,17 +116,26 @@ def outcome(exit_code: int, summary: Mapping, last_line: str) -> tuple[str, str 
 
 
 def read_summary(folder: Path) -> dict:
-    """summary.json, or {} where there is none, or one cut short."""
+    """summary.json, or {} where there is none; also, with a warning, where it cannot be read (cut short by a full disk)."""
+    path = folder / "summary.json"
+    if not path.exists():
+        return {}
     try:
-        return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+        return read_file(path)
+    except ValueError as error:
+        log.warning("%s; its run counts as not ended", error)
         return {}
 
 
 def read_jobs(sweep: Path) -> list[Job]:
-    """The jobs in sweep.json, or [] where there is none."""
+    """The jobs in sweep.json, or [] where there is none. ValueError, which names the file, where it is broken."""
     path = sweep / "sweep.json"
-    return [Job(**job) for job in json.loads(path.read_text(encoding="utf-8"))["jobs"]] if path.exists() else []
+    if not path.exists():
+        return []
+    try:
+        return [Job(**job) for job in read_file(path)["jobs"]]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not the record of a sweep ({type(error).__name__}: {error})") from error
 
 
 def accuracy(summary: Mapping) -> float | None:

@@ -7,7 +7,6 @@ all that its processes have printed. The parent trains nothing and touches no GP
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import shlex
@@ -25,6 +24,8 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import HydraContext
 from omegaconf import DictConfig, open_dict
 
+from seqmix.display import refuse
+from seqmix.folders import lock
 from seqmix.sweep import table
 from seqmix.sweep.jobs import (
     ENDS,
@@ -97,7 +98,7 @@ class Queue:
     """The jobs of one sweep, in the order in which they were asked for.
 
     A job that is complete in its folder is skipped. An unfinished one goes on from its last.ckpt. The sweep's folder is
-    locked until the last of its processes has ended, so that no two write to it.
+    locked until the last of its processes has ended, so that no two sweeps write to it.
     """
 
     def __init__(self, settings: Settings, config: DictConfig, context: HydraContext, script: Path):
@@ -117,24 +118,24 @@ class Queue:
 
         SystemExit: 130 or 143 after Ctrl-C or SIGTERM, 1 where max_failures have been reached; after the table.
         """
-        with self._locked() as lock:
-            record = self._record()
-            jobs, configs = self._compose(asked, first_number, record["jobs"])
-            unique = list({job.run_id: job for job in jobs}.values())
-            record["jobs"] |= {job.run_id: job for job in unique}
-            self._skip_complete(unique)
-            with table.Live(self.folder, unique, self.n_jobs) as live:
-                stopped = self._work(unique, configs, record, lock, live)
-            if stopped:
-                table.show(self.folder, unique)
-                log.warning("%s; the same command goes on from here", stopped[1])
-                raise SystemExit(stopped[0])
+        descriptor = lock(self.folder)
+        record = self._record()
+        jobs, configs = self._compose(asked, first_number, record["jobs"])
+        unique = list({job.run_id: job for job in jobs}.values())
+        record["jobs"] |= {job.run_id: job for job in unique}
+        self._skip_complete(unique)
+        with table.Live(self.folder, unique, self.n_jobs) as live:
+            stopped = self._work(unique, configs, record, descriptor, live)
+        if stopped:
+            table.show(self.folder, unique)
+            log.warning("%s; the same command goes on from here", stopped[1])
+            raise SystemExit(stopped[0])
         values = {job.run_id: objective(read_summary(job.path)) for job in unique}
         return [
             JobReturn(overrides=job.overrides, status=JobStatus.COMPLETED, _return_value=values[job.run_id]) for job in jobs
         ]
 
-    def _work(self, jobs: list[Job], configs: dict, record: dict, lock: int, live: table.Live) -> tuple[int, str] | None:
+    def _work(self, jobs: list[Job], configs: dict, record: dict, descriptor: int, live: table.Live) -> tuple[int, str] | None:
         """Until no job is left; or why it has stopped before: (exit code, reason)."""
         waiting = [job for job in jobs if job.status == "queued"]
         running: list[Running] = []
@@ -145,7 +146,7 @@ class Queue:
                 while waiting and len(running) < self.n_jobs and not too_many:
                     job = waiting.pop(0)
                     slot = min(set(range(self.n_jobs)) - {at.slot for at in running})
-                    running.append(self._start(job, configs[job.run_id], slot, lock))
+                    running.append(self._start(job, configs[job.run_id], slot, descriptor))
                     self._save(record)
                     live.started(job)
                 if not running:
@@ -171,6 +172,7 @@ class Queue:
 
     def _compose(self, asked: Sequence[Sequence[str]], first: int, known: dict[str, Job]) -> tuple[list[Job], dict]:
         jobs, configs = [], {}
+        owners = {job.folder: job.run_id for job in known.values()}
         for number, overrides in enumerate(asked, first):
             cfg = self.context.config_loader.load_sweep_config(self.config, list(overrides))
             with open_dict(cfg.hydra.job):
@@ -178,6 +180,8 @@ class Queue:
             name = run_id(cfg)
             if name not in configs:
                 folder = self.folder / str(cfg.hydra.sweep.subdir)
+                if owners.setdefault(str(folder), name) != name:
+                    refuse(f"hydra.sweep.subdir: {folder} would hold two runs; leave it out, or tell the runs apart in it")
                 before = known.get(name)
                 job = Job(number, name, str(folder), list(overrides), seen=time.time())
                 job.halvings = before.halvings if before else 0
@@ -198,7 +202,7 @@ class Queue:
         if other:
             log.warning("%d of the skipped jobs were run by other code; for new results name a new hydra.sweep.dir", other)
 
-    def _start(self, job: Job, config: tuple[DictConfig, DictConfig], slot: int, lock: int) -> Running:
+    def _start(self, job: Job, config: tuple[DictConfig, DictConfig], slot: int, descriptor: int) -> Running:
         cfg, hydra = config
         job.status, job.error, job.attempts = "running", None, job.attempts + 1
         prepare(job.path, cfg, hydra, job.overrides)
@@ -223,7 +227,7 @@ class Queue:
             process = subprocess.Popen(
                 line, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env,
                 start_new_session=True,  # Ctrl-C reaches a job through this process, once
-                pass_fds=[lock],
+                pass_fds=[descriptor],
             )  # fmt: skip
         return Running(job, process, slot, gpus, time.monotonic())
 
@@ -282,16 +286,6 @@ class Queue:
 
     def _save(self, record: dict) -> None:
         write_json(record | {"jobs": [asdict(job) for job in record["jobs"].values()]}, self.folder / "sweep.json")
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[int]:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / ".lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise SystemExit(f"error: a sweep is still running in {self.folder}") from None
-            yield file.fileno()
 
 
 @contextlib.contextmanager
