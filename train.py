@@ -33,26 +33,31 @@ from hydra.types import RunMode
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
 from rich.table import Table
 
-from seqmix import measure
+from seqmix import display, measure
 from seqmix.callbacks import best_checkpoint
+from seqmix.claim import claim
+from seqmix.command_line import check_command_line
 from seqmix.config import (
     build,
+    build_loggers,
     build_module,
     check,
-    check_command_line,
     check_kernels,
     check_processes,
     find_checkpoint,
+    record_resume,
     register_resolvers,
 )
 from seqmix.step import NonFiniteError
 from seqmix.sweep.jobs import in_a_sweep, objective, read_summary, take_up
+from seqmix.tasks.base import Task
 from seqmix.tracking import closing, source_facts, source_state
 
 CONF = Path(__file__).parent / "conf"
+REFUSED = (ValueError, OSError, ImportError)  # before training: wrong settings, data, disk or network, said in one line
+data: Task | None = None  # of a single run, which is read before there is a folder for it
 log = logging.getLogger("seqmix")
 for package in ("lightning.pytorch", "lightning.fabric"):  # their remarks on what the config says anyway
     logging.getLogger(package).setLevel(logging.WARNING)
@@ -71,45 +76,56 @@ gc.freeze()  # what is imported stays: no collection looks at it again, and the 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> float:
     """One job; returns what a search minimises. An error goes to its own train.log and summary.json."""
+    display.guard_standard_streams()  # submitit begins here
     multirun = HydraConfig.get().mode == RunMode.MULTIRUN
     folder = Path(HydraConfig.get().runtime.output_dir)
+    if multirun:  # in one process, or in submitit's
+        claim(folder, cfg)
     try:
-        done = take_up(cfg, folder) if multirun or in_a_sweep() else None
-        return objective(done or train(cfg, folder))
+        done, own = take_up(folder) if multirun or in_a_sweep() else (None, None)
+        return objective(done or train(cfg, folder, own))
     except Exception as error:
-        log.exception("the run has failed")
-        if not read_summary(folder):  # it was refused, or its data was not there
+        refused = not read_summary(folder)  # or its data was not there
+        if refused and isinstance(error, REFUSED):
+            log.error("%s: %s", type(error).__name__, error)
+        else:
+            log.exception("the run has failed")
+        if refused:
             write({"status": status_of(error), "error": f"{type(error).__name__}: {error}", "folder": str(folder)}, folder, [])
         if not multirun:
             raise SystemExit(1) from None
         return math.inf
 
 
-def train(cfg: DictConfig, folder: Path) -> dict:
-    """One run in `folder`; returns what it wrote to summary.json. Errors are recorded there too, then raised."""
+def train(cfg: DictConfig, folder: Path, own: Path | None = None) -> dict:
+    """One run in `folder`; returns what it wrote to summary.json. Errors are recorded there too, then raised.
+
+    own: its last checkpoint from an earlier time. It resumes from there, wherever it began.
+    """
     OmegaConf.resolve(cfg)
-    check(cfg)
-    checkpoint = find_checkpoint(cfg)
-    started = time.monotonic()
+    check(cfg, own)
+    checkpoint = own or find_checkpoint(cfg)
     torch.set_float32_matmul_precision(cfg.matmul_precision)
     L.seed_everything(cfg.seed, workers=True, verbose=False)
 
-    task = build(cfg.task)
-    task.prepare_data()
-    task.setup("fit")  # now, while errors in the data itself (too short, no network) cost nothing
+    task = read(cfg) if data is None else data  # now, while errors in the data itself (too short, no network) cost nothing
+    started = time.monotonic()
     module = build_module(cfg, task)
     if cfg.compile:
         for block in module.model.blocks:  # blocks that are alike are compiled once
             block.compile()
     callbacks = [build(node) for node in (cfg.get("callbacks") or {}).values() if node]
-    loggers = [build(node) for node in (cfg.get("logger") or {}).values() if node]
+    loggers = build_loggers(cfg)
     trainer = build(cfg.trainer)(callbacks=callbacks, logger=loggers, default_root_dir=str(folder))
     check_processes(trainer)
     if trainer.world_size > 1:
         atexit.register(leave_group)
     check_kernels(cfg, module.model, trainer)
 
-    OmegaConf.save(cfg, folder / "config.yaml")
+    if trainer.is_global_zero:
+        if checkpoint:
+            record_resume(checkpoint, cfg)
+        OmegaConf.save(cfg, folder / "config.yaml")
     summary = {"status": "failed", "folder": str(folder), "resumed_from": checkpoint and str(checkpoint)}
     facts = {
         "data": task.facts(),
@@ -150,8 +166,16 @@ def train(cfg: DictConfig, folder: Path) -> dict:
             if trainer.is_global_zero:
                 write(summary, folder, loggers)
     if trainer.is_global_zero:
-        print_table(summary, cfg)
+        display.attempt("the table", lambda: print_table(summary, cfg))
     return summary
+
+
+def read(cfg: DictConfig) -> Task:
+    """The task of a config, with its data."""
+    task = build(cfg.task)
+    task.prepare_data()
+    task.setup("fit")
+    return task
 
 
 def leave_group() -> None:
@@ -218,22 +242,21 @@ def print_table(summary: dict, cfg: DictConfig) -> None:
     for name, value in summary.items():
         if name.startswith(("speed/", "memory/")) and value is not None:
             costs.add_row(name, f"{value:,.4g}" if value < 1000 else f"{value:,.0f}")
-    console = Console()
+    console = display.console()
     console.print(table, costs)
-    console.print(summary["folder"], soft_wrap=True, highlight=False)
-
-
-def show_batch(cfg: DictConfig) -> None:
-    """The first training batch, as the model will see it."""
-    task = build(cfg.task)
-    task.prepare_data()
-    task.setup("fit")
-    print(task.render(task.sample("train", torch.arange(task.batch_size))))
+    console.print(display.visible(summary["folder"]), soft_wrap=True)
 
 
 if __name__ == "__main__":
+    display.guard_standard_streams()
     composed = None if in_a_sweep() else check_command_line(sys.argv[1:], CONF)  # the sweep's own has been checked
+    if composed is not None:
+        try:
+            data = read(composed)
+        except REFUSED as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
     if composed is not None and composed.show == "batch":
-        show_batch(composed)
+        print(data.render(data.sample("train", torch.arange(data.batch_size))))  # as the model will see it
     else:
         main()

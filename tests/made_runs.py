@@ -138,7 +138,7 @@ def make_run(
         "speed/first_step_s": 0.9,
         "memory/peak_allocated_mib": peak if environment["device"] == "cuda" else None,
         "memory/peak_reserved_mib": peak * 1.1 if environment["device"] == "cuda" else None,
-        "memory/peak_rss_mib": None if environment["device"] == "cuda" else peak,
+        "memory/peak_host_mib": None if environment["device"] == "cuda" else peak,
         "memory/predicted_mib": 0.8 * peak,
         "memory/state_bytes": state(seq_len) if done else None,
         "memory/params": params,

@@ -44,10 +44,15 @@ def start(folder: Path, *overrides: str, error_at: tuple[int, Exception] | None 
     return train(cfg, folder)
 
 
+def small(*overrides: str) -> list[str]:
+    """The overrides over the small sizes, the later of two: a command line may set a key once."""
+    return list({override.split("=")[0]: override for override in (*SMALL, *overrides)}.values())
+
+
 def command(cwd: Path, *overrides: str, env: dict | None = None, launcher: tuple[str, ...] = (), multirun: bool = False):
-    """`python train.py ...` in a process of its own, standing in `cwd`."""
+    """`python train.py ...` in a process of its own, standing in `cwd`; an override wins over the small sizes."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("WANDB", "HYDRA"))}
-    line = [sys.executable, *launcher, str(ROOT / "train.py"), *["-m"][:multirun], *SMALL, *overrides]
+    line = [sys.executable, *launcher, str(ROOT / "train.py"), *["-m"][:multirun], *small(*overrides)]
     return subprocess.run(
         line, capture_output=True, text=True, env=clean | (env or {}), timeout=240, cwd=cwd, stdin=subprocess.DEVNULL
     )

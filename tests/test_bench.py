@@ -50,11 +50,43 @@ def test_the_default_grid_on_a_gpu_has_five_models_at_six_lengths_of_as_many_par
     assert max(sizes) < 1.1 * min(sizes), sizes
 
 
-def test_what_cannot_be_is_refused(capsys):
-    for typed, words in (("length=[1]", "length"), ("models=[mambo]", "mambo"), ("parts=[trains]", "trains"), ("bench=x", "x")):
-        assert main([typed]) == 2
-        said = capsys.readouterr().err
-        assert said.startswith("error: ") and words in said and said.count("\n") == 1
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("length=[1]", "length"),
+        ("+length=[1]", "'length'"),
+        ("+patince=3", "'patience'"),
+        ("models=[mambo]", "mambo"),
+        ("models=mamba", "list[str]"),  # which is a list of its letters
+        ("sizes=tiny", "list[str]"),
+        ("parts=training", "list[str]"),
+        ("parts=[trains]", "trains"),
+        ("kernels.ops=selective_scan", "kernels.ops"),
+        ("lengths=128", "list[int]"),
+        ("lengths=[0]", "lengths"),
+        ("decode.batches=4", "decode.batches"),
+        ("+overrides.tiny={lstmm:[]}", "overrides.tiny.lstmm"),
+        ("+overrides.tinny={lstm:[]}", "overrides.tinny.lstm"),
+        ("device=gpu", "'cpu' | 'cuda'"),
+        ("autocast=float8", "autocast"),
+        ("matmul_precision=best", "matmul_precision"),
+        ("wandb=never", "'disabled'"),
+        ("seed=null", "seed"),
+        ("patience=0", "patience"),
+        ("time_limit=soon", "time_limit"),
+        ("optimizer.betas=[0.9]", "optimizer.betas"),
+        ("bench=x", "x"),
+    ],
+)
+def test_what_cannot_be_is_refused(capsys, typed, words):
+    assert main(["bench=cpu", typed] if not typed.startswith("bench") else [typed]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and words in said and said.count("\n") == 1, said
+
+
+def test_a_key_that_is_set_twice_is_refused(capsys):
+    assert main(["bench=cpu", "seed=1", "seed=2"]) == 2
+    assert "seed=1 and seed=2 both set seed" in capsys.readouterr().err
 
 
 def test_every_key_is_shown(capsys):
@@ -130,6 +162,7 @@ def test_after_a_call_of_a_fifth_of_the_patience_what_is_four_times_as_long_is_n
 
 def test_what_processes_share_is_there_and_no_gpu_is_touched_for_it():
     """In a process of its own: what others import must not be asked here."""
+    pytest.importorskip("triton")
     code = (
         "import sys; from seqmix.bench import preload, kernels; import torch; "
         "assert not torch.cuda.is_initialized(); "
@@ -247,6 +280,14 @@ def test_numbers_that_are_there_are_not_written_over(tmp_path):
         (tmp_path / taken).mkdir()
         (tmp_path / taken / "points.jsonl").write_text("{}\n")
     assert _unused(bench_cpu) == tmp_path / "bench_cpu_3"
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"part": "training"}'])
+def test_a_point_that_cannot_be_read_is_named(tmp_path, capsys, line):
+    (tmp_path / "points.jsonl").write_text('{"part": "kernels", "status": "ok"}\n' + line + "\n")
+    assert main([f"redraw={tmp_path}"]) == 2
+    message = capsys.readouterr().err
+    assert f"{tmp_path / 'points.jsonl'}, line 2" in message and message.count("\n") == 1
 
 
 def test_nothing_to_redraw_is_one_line(tmp_path, capsys):

@@ -349,7 +349,7 @@ def test_memory_reports_state_after_the_prefill_parameters_and_null_for_a_gpu_th
     assert summary["memory/state_bytes"] == 3 * 4 + LENGTH * 8, "the cache has grown to seq_len tokens"
     assert summary["memory/params"] == V * 3 + 3 * V + V and summary["memory/params_non_embedding"] == 3 * V + V
     assert summary["memory/peak_allocated_mib"] is None and summary["memory/peak_reserved_mib"] is None
-    assert summary["memory/peak_rss_mib"] is None or summary["memory/peak_rss_mib"] > 50
+    assert summary["memory/peak_host_mib"] is None or summary["memory/peak_host_mib"] > 50
     assert module.model.training
     json.dumps(summary, allow_nan=False)
 
@@ -717,7 +717,7 @@ def test_on_a_gpu_peaks_are_given_and_do_not_leak_between_runs(tmp_path, cuda_gr
         trainer = make_trainer(tmp_path, memory, accelerator="cuda", max_steps=8)
         trainer.fit(TinyModule(model=Hungry(), cuda_graph=cuda_graph), datamodule=TinyTask())
         summary = memory.summary()
-        assert summary["memory/peak_rss_mib"] is None
+        assert summary["memory/peak_host_mib"] is None
         assert summary["memory/peak_reserved_mib"] >= summary["memory/peak_allocated_mib"]
         peaks.append(summary["memory/peak_allocated_mib"])
     assert 512 <= peaks[0] < 600 and 16 <= peaks[1] < 100

@@ -1,5 +1,7 @@
 """What a run leaves behind when it goes wrong, and what the commands do (cases E, F, G01, H01)."""
 
+import gzip
+import importlib.util
 import json
 import math
 import os
@@ -11,9 +13,11 @@ import time
 
 import pytest
 import torch
-from runs import ROOT, SELECTIVE_COPY, SMALL, command, metrics, start
+from runs import ROOT, SELECTIVE_COPY, command, metrics, small, start
 
 from seqmix.step import NonFiniteError
+
+needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs wandb: pip install wandb")
 
 
 def summaries(folder):
@@ -38,6 +42,7 @@ def no_gcc(tmp_path):
 # One run
 
 
+@needs_wandb
 def test_a_run_from_elsewhere_without_key_terminal_compiler_or_triton(tmp_path):
     """Cases F07, G01, H01: relative paths are the caller's; wandb goes offline by itself; nothing but torch is needed."""
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 200)
@@ -59,6 +64,36 @@ def test_show_batch_prints_and_makes_nothing(tmp_path):
     done = command(tmp_path, *SELECTIVE_COPY, "show=batch")
     assert done.returncode == 0, done.stderr
     assert "^^^" in done.stdout and list(tmp_path.iterdir()) == []
+
+
+def test_data_that_cannot_be_read_are_one_line_before_there_is_a_folder(tmp_path):
+    """A stand-in for every kind, which tests/test_sources.py has; also without the extra, and where a batch is only shown."""
+    (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(os.urandom(5000))[:-100])
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 200)
+    (tmp_path / "tokenizers.py").write_text("raise ImportError('no tokenizers here')")
+    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])}
+    for overrides, words in {
+        ("task.source=cut.txt.gz",): "cut.txt.gz is damaged gzip data",
+        ("task.source=cut.txt.gz", "show=batch"): "cut.txt.gz is damaged gzip data",
+        ("task.source=none.txt",): "none.txt",
+        ("task.source=text.txt", "task.seq_len=10000"): "8400 tokens < 10001",
+        ("task.source=text.txt", "task.tokenizer=bpe", "task.vocab_size=300"): "pip install 'seqmix[data]'",
+    }.items():
+        done = command(tmp_path, "task=lm", *overrides, env=env)
+        assert done.returncode == 2 and done.stdout == "", overrides
+        assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and words in done.stderr, done.stderr
+        assert not (tmp_path / "outputs").exists()
+
+
+def test_data_that_cannot_be_read_are_one_line_in_the_log_of_a_job(tmp_path):
+    (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(os.urandom(5000))[:-100])
+    done = command(tmp_path, "task=lm", "task.source=cut.txt.gz", "logger=csv", "seed=0,1", multirun=True, env=WIDE)
+    assert done.returncode == 1 and "2 failed" in done.stderr and "cut.txt.gz is damaged" in done.stderr
+    for folder, summary in summaries(tmp_path / "outputs").items():
+        assert summary["status"] == "failed" and "cut.txt.gz is damaged" in summary["error"]
+        (line,) = (folder / "train.log").read_text().splitlines()
+        assert summary["error"] in line
+    assert "Traceback" not in "".join(path.read_text() for path in tmp_path.rglob("output.log"))
 
 
 def test_a_printed_checkpoint_can_be_pasted_into_ckpt(tmp_path):
@@ -120,7 +155,7 @@ def test_out_of_memory_is_a_result(tmp_path):
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupt_saves_and_stops_the_sweep(tmp_path, sent, code):
     """Case E18."""
-    line = [sys.executable, str(ROOT / "train.py"), "-m", *SMALL, *SELECTIVE_COPY, "seed=0,1", "trainer.max_steps=100000"]
+    line = [sys.executable, str(ROOT / "train.py"), "-m", *small(*SELECTIVE_COPY, "seed=0,1", "trainer.max_steps=100000")]
     env = {key: value for key, value in os.environ.items() if not key.startswith(("WANDB", "HYDRA"))}
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen([*line, "logger=csv"], cwd=tmp_path, stdout=log, stderr=log, env=env)
@@ -143,6 +178,7 @@ def test_an_interrupt_saves_and_stops_the_sweep(tmp_path, sent, code):
 WIDE = {"COLUMNS": "240"}  # tables do not wrap
 
 
+@needs_wandb
 def test_a_sweep_keeps_its_runs_apart_and_lists_its_failures(tmp_path):
     """Cases F01, F02: every job a wandb run of its own, closed with its own exit code; each failure told, in its own log."""
     done = command(tmp_path, "task.n_tokens=3", "task.seq_len=12,-1,16,2", "trainer.max_steps=2", multirun=True, env=WIDE)
@@ -164,6 +200,7 @@ def test_a_sweep_keeps_its_runs_apart_and_lists_its_failures(tmp_path):
         assert summary["error"] in table
 
 
+@needs_wandb
 def test_the_basic_launcher_keeps_its_runs_apart_too(tmp_path):
     """All in one process: failures are recorded, listed and left behind; the same command skips what is complete."""
     line = ("task.n_tokens=3", "task.seq_len=12,-1", "trainer.max_steps=2", "hydra/launcher=basic", "model=lstm")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 import platform
 import subprocess
 import sys
@@ -228,23 +229,23 @@ def test_gpu_peaks_are_of_this_run_and_both_kinds_are_given():
     peak.reset()
     allocator.use(100)
     allocator.use(20)
-    assert (peak.allocated(), peak.reserved(), peak.rss()) == (100, 200, None)
+    assert (peak.allocated(), peak.reserved(), peak.host()) == (100, 200, None)
 
 
-def test_on_a_cpu_gpu_peaks_are_null_and_the_resident_set_is_of_this_run():
+def test_on_a_cpu_gpu_peaks_are_null_and_the_hosts_is_of_this_run():
     peak = measure.PeakMemory(torch.device("cpu"))
     assert (peak.allocated(), peak.reserved()) == (None, None)
     grown, shrunk = [], []
     for _ in range(3):  # once is enough: the system may take other pages of the process meanwhile
         peak.reset()
-        before = peak.rss()
+        before = peak.host()
         block = torch.ones(48 * measure.MIB // 4)
-        after = peak.rss()
+        after = peak.host()
         assert after is not None
         grown.append(before is None or 40 < after - before < 80)
         del block
         peak.reset()
-        again = peak.rss()
+        again = peak.host()
         shrunk.append(again is None or again < after - 20)
     assert any(grown)
     assert any(shrunk), "a later, smaller job does not show the larger one's peak"
@@ -252,11 +253,24 @@ def test_on_a_cpu_gpu_peaks_are_null_and_the_resident_set_is_of_this_run():
 
 def test_a_host_peak_that_cannot_be_lowered_and_did_not_move_is_unknown():
     marks = [500.0]
-    host = measure.HostPeak(high_water=lambda: marks[-1], lower=lambda: False)
+    host = measure.HostPeak(resident=lambda: (marks[-1], 90.0), lower=lambda: False)
     host.reset()
     assert host.read() is None
     marks.append(700.0)
-    assert host.read() == 700.0
+    assert host.read() == 610.0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a mapped file is counted")
+def test_pages_of_mapped_files_are_not_memory_of_the_run(tmp_path):
+    (tmp_path / "tokens.bin").write_bytes(bytes(64 * measure.MIB))
+    peak = measure.PeakMemory(torch.device("cpu"))
+    peak.reset()
+    before = peak.host()
+    with (tmp_path / "tokens.bin").open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        _, of_files = measure._resident_mib()
+        assert not sum(mapped[:: mmap.PAGESIZE])
+        assert measure._resident_mib()[1] > of_files + 50
+        assert abs(peak.host() - before) < 10
 
 
 class Inner(NamedTuple):

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import shlex
+import sys
 import time
 
 import made_runs
@@ -56,7 +57,7 @@ def test_made_runs_have_the_keys_of_real_ones(tmp_path):
     # and the report reads the real one right
     cell = the_cell(build_report([true], "t"))
     assert cell.results["token_accuracy"].median == summary["test/token_accuracy"]
-    assert cell.results["peak_memory"].median == summary["memory/peak_rss_mib"]
+    assert cell.results["peak_memory"].median == summary["memory/peak_host_mib"]
     steps, losses = zip(*true.curves["val/loss"], strict=True)
     assert {step: value for step, value in zip(steps, losses, strict=True)} == {
         step: float(text) for step, text in real.metrics(tmp_path / "real", "val/loss").items()
@@ -148,6 +149,115 @@ def test_jobs_that_have_not_started_are_told(tmp_path, capsys):
     (tmp_path / "s/sweep.json").write_text(json.dumps({"jobs": jobs}))
     main([str(tmp_path / "s")])
     assert "2 jobs of the sweep not started yet: seed=1-b; seed=2-c." in capsys.readouterr().out
+
+
+# One broken file
+
+
+BROKEN = {"list": "- a\n- b\n", "no YAML": "a: [b\n", "empty": "", "word": None, "binary": "\udcff\udcfe"}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_run_whose_config_cannot_be_read_is_left_out_by_name_and_the_others_are_reported(tmp_path, capsys, how):
+    for seed in (0, 1, 2):
+        make_run(tmp_path / f"s/{seed}", seed=seed)
+    path = tmp_path / "s/1/config.yaml"
+    text = BROKEN[how] if BROKEN[how] is not None else path.read_text().replace("lr: 0.002", "lr: fast")
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    main([str(tmp_path / "s")])
+    said_once = capsys.readouterr().out
+    assert "3 runs: 2 complete, 1 unreadable; 1 cells" in said_once
+    (line,) = [line for line in said_once.splitlines() if "1/config.yaml" in line]
+    assert "'fast'" in line if how == "word" else line
+    report = (tmp_path / "s/report/report.md").read_text()
+    assert "| unreadable | 1/config.yaml" in report and str(tmp_path) not in report
+    with pytest.raises(SystemExit) as stop:
+        main([str(tmp_path / "s/1")])
+    message = capsys.readouterr().err
+    assert stop.value.code == 2 and "1/config.yaml" in message and message.count("\n") == 1, "one named folder is refused"
+
+
+@pytest.mark.parametrize("name", ["overrides.yaml", "hydra.yaml"])
+def test_hydras_files_may_be_broken_too(tmp_path, name):
+    for seed in (0, 1):
+        make_run(tmp_path / f"s/{seed}", seed=seed)
+    (tmp_path / "s/0/.hydra" / name).write_text("a: [b\n")
+    report = report_of(tmp_path / "s")
+    assert [run.status for run in report.runs] == ["unreadable", "complete"] and said(report, f"0/.hydra/{name}")
+
+
+def test_a_word_among_numbers_costs_itself(tmp_path):
+    folder = make_run(tmp_path / "s/0", rows=10)
+    before = read_run(folder, "0")
+    path = folder / "metrics.csv"
+    lines = path.read_text().splitlines(keepends=True)
+    at = lines[0].strip().split(",").index("train/loss")
+    fields = lines[1].split(",")
+    fields[at] = "oops"
+    path.write_text("".join([lines[0], ",".join(fields), *lines[2:]]))
+    after = read_run(folder, "0")
+    assert after.curves["train/loss"] == before.curves["train/loss"][1:] and after.summary == before.summary
+    assert {**after.curves, "train/loss": []} == {**before.curves, "train/loss": []}
+    assert said(report_of(tmp_path / "s"), "0/metrics.csv (line 2, train/loss='oops'")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"jobs": [{"folder": 3}]}', '{"jobs": 5}', "{}"])
+def test_a_broken_record_of_a_sweep_is_named_and_its_runs_are_reported(tmp_path, capsys, text):
+    make_run(tmp_path / "s/0-a")
+    (tmp_path / "s/sweep.json").write_text(text)
+    main([str(tmp_path / "s")])
+    said_once = capsys.readouterr().out
+    assert "1 run: 1 complete" in said_once and said_once.count("sweep.json") == 1
+
+
+@pytest.mark.parametrize("text", ["[1]", '"text"', "\x00"])
+def test_a_summary_that_is_no_summary_is_named(tmp_path, text):
+    (make_run(tmp_path / "s/0") / "summary.json").write_text(text)
+    report = report_of(tmp_path / "s")
+    assert report.runs[0].status == "unfinished" and report.runs[0].error.startswith("summary.json")
+
+
+def test_runs_are_found_through_links_and_in_folders_of_any_name(tmp_path):
+    for name in ("report", "wandb", "checkpoints"):
+        make_run(tmp_path / f"elsewhere/{name}/x", seed=len(name))
+    of_wandb = tmp_path / "elsewhere/report/wandb/offline-run-20261130_101112-abc/files"
+    of_wandb.mkdir(parents=True)
+    (of_wandb / "config.yaml").write_text("wandb_version: 1\n")
+    (tmp_path / "outputs").mkdir()
+    (tmp_path / "outputs/runs").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere/loop").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere/latest").symlink_to(tmp_path / "elsewhere/report/x")
+    found = [run.name for run in find_runs([tmp_path / "outputs"])]
+    assert found == ["runs/checkpoints/x", "runs/report/x", "runs/wandb/x"]
+
+
+def test_wandb_asked_for_where_it_is_not_installed_is_one_line(tmp_path, capsys, monkeypatch):
+    make_run(tmp_path / "s/0")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.delitem(sys.modules, "seqmix.report.dashboards", raising=False)
+    monkeypatch.delattr("seqmix.report.dashboards", raising=False)
+    with pytest.raises(SystemExit) as stop:
+        main([str(tmp_path / "s"), "--wandb", "a/b"])
+    message = capsys.readouterr().err
+    assert stop.value.code == 2 and "pip install" in message and message.count("\n") == 1
+
+
+def test_a_report_that_cannot_be_written_is_one_line(tmp_path, capsys):
+    make_run(tmp_path / "s/0")
+    (tmp_path / "s/report").write_text("a file in the way")
+    with pytest.raises(SystemExit) as stop:
+        main([str(tmp_path / "s")])
+    message = capsys.readouterr().err
+    assert stop.value.code == 2 and message.startswith("error: cannot write to") and message.count("\n") == 1
+
+
+def test_seeds_of_one_cell_that_took_different_numbers_of_steps_are_told(tmp_path):
+    for seed, steps in ((0, 271), (1, 283)):  # max_time has ended both
+        make_run(tmp_path / f"s/{seed}", seed=seed, summary={"steps": steps})
+    assert said(report_of(tmp_path / "s"), "different numbers of steps", "mamba L=64 271 to 283")
+    make_run(tmp_path / "t/0", seed=0, summary={"steps": 271})
+    make_run(tmp_path / "t/1", seed=1, status="oom", summary={"steps": 100})
+    assert not said(report_of(tmp_path / "t"), "numbers of steps"), "the one that failed has no number"
 
 
 # The unit of a result

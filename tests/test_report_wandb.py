@@ -8,15 +8,15 @@ import os
 
 import pytest
 import runs as real
-import wandb
 from made_runs import make_sweep
 from offline import Read
 
-from seqmix.report import dashboards
 from seqmix.report.__main__ import main
 from seqmix.report.results import build_report
 from seqmix.report.runs import find_runs
 
+wandb = pytest.importorskip("wandb", reason="needs wandb: pip install wandb")
+dashboards = pytest.importorskip("seqmix.report.dashboards")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Pydantic V1 style:DeprecationWarning"),  # wandb-workspaces 0.4.13 under pydantic 2.14
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),

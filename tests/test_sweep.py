@@ -1,5 +1,6 @@
 """Multiruns: what ends a job ends that job alone, and what is done stays done (cases E17, E18, F01, F02, F09, F11)."""
 
+import fcntl
 import importlib.util
 import itertools
 import json
@@ -18,16 +19,20 @@ import torch
 from hydra import compose
 from hydra._internal.callbacks import Callbacks
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import HydraContext, RunMode
 from omegaconf import OmegaConf
 from rich.console import Console
-from runs import CONF, ROOT, SELECTIVE_COPY, SMALL, command, start
+from runs import CONF, ROOT, SELECTIVE_COPY, SMALL, command, small, start
 
-from seqmix.config import _hydra_at, check, check_command_line, compose_run, register_resolvers
+from seqmix.command_line import check_command_line
+from seqmix.config import check, compose_run, hydra_at, register_resolvers
 from seqmix.sweep import table
-from seqmix.sweep.jobs import Job, halved, objective, outcome, read_summary
+from seqmix.sweep.callback import SweepTable, jobs_of_folders
+from seqmix.sweep.jobs import Job, halved, objective, outcome, quoted, read_summary
 from seqmix.sweep.names import resolved, run_id
 from seqmix.sweep.queue import Queue, Settings
+from seqmix.tasks.selective_copy import SelectiveCopy
 
 register_resolvers()
 FAKE = Path(__file__).parent / "fake_job.py"
@@ -41,7 +46,7 @@ def jobs_of(place):
 
 
 def composed(*overrides):
-    with _hydra_at(CONF):
+    with hydra_at(CONF):
         return compose("train", overrides=list(overrides), return_hydra_config=True)
 
 
@@ -50,7 +55,7 @@ def composed(*overrides):
 
 def test_a_run_is_named_by_what_decides_its_result():
     base = run_id(composed())
-    assert base == run_id(composed("logger=csv", "ckpt=last", "hydra.job.name=x")) == run_id(composed("model=mamba"))
+    assert base == run_id(composed("logger=csv", "hydra.job.name=x")) == run_id(composed("model=mamba"))
     others = (
         "seed=1",
         "model=lstm",
@@ -58,8 +63,22 @@ def test_a_run_is_named_by_what_decides_its_result():
         "optimizer.lr=1e-3",
         "trainer.max_steps=5",
         "callbacks.nonfinite.patience=2",
+        "ckpt=last",
+        "+model.bias=true",
     )
     assert len({base, *(run_id(composed(other)) for other in others)}) == 1 + len(others)
+
+
+def test_a_job_is_named_by_what_the_checkpoint_holds_that_it_resumes_from(tmp_path):
+    def name(path, weights):
+        torch.save({"weights": weights}, path)
+        return run_id(composed(f"ckpt='{path}'"))
+
+    ones, twos = torch.ones(3), torch.full((3,), 2.0)
+    first = name(tmp_path / "a.ckpt", ones)
+    assert len({run_id(composed()), run_id(composed("ckpt=nowhere.ckpt")), first, name(tmp_path / "b.ckpt", twos)}) == 4
+    assert name(tmp_path / "copy.ckpt", ones) == first, "wherever it lies"
+    assert name(tmp_path / "a.ckpt", twos) != first, "the file has changed"
 
 
 def test_a_run_folder_is_short_and_has_no_odd_characters():
@@ -71,13 +90,14 @@ def test_a_run_folder_is_short_and_has_no_odd_characters():
 
 def test_a_sweep_is_named_by_what_was_typed_in_any_order():
     def name(*overrides):
-        with _hydra_at(CONF):
+        with hydra_at(CONF):
             loader = GlobalHydra.instance().config_loader()
             return Path(str(loader.load_configuration("train", list(overrides), RunMode.MULTIRUN).hydra.sweep.dir)).name
 
     one = name("model=lstm,mamba", "task.seq_len=8,16", "size=tiny")
     assert one.startswith("model-seq_len-")
-    assert one == name("size=tiny", "model=lstm,mamba", "logger=csv", "task.seq_len=8,16", "hydra.launcher.n_jobs=2")
+    assert one == name("task.seq_len=8,16", "size=tiny", "logger=csv", "model=lstm,mamba", "hydra.launcher.n_jobs=2")
+    assert one != name("model=lstm,mamba", "task.seq_len=8,16", "size=tiny", "ckpt=last")
     assert one != name("model=lstm,mamba", "task.seq_len=8,32", "size=tiny")
     assert one != name("model=lstm,mamba", "task.seq_len=8,16", "size=tiny", "seed=1")
     assert name("experiment=length_sweep").startswith("length_sweep-")
@@ -116,7 +136,7 @@ def test_what_a_search_minimises():
 
 @pytest.fixture
 def queue(tmp_path, monkeypatch):
-    """run(overrides, settings, fake) -> (return values, events); in a sweep folder of its own."""
+    """run(seeds, or whole overrides, settings, fake) -> (return values, events); in a sweep folder of its own."""
     monkeypatch.setenv("OMP_NUM_THREADS", "")
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
@@ -124,14 +144,14 @@ def queue(tmp_path, monkeypatch):
 
     def run(asked, fake=None, gpus=(), **settings):
         monkeypatch.setenv("FAKE", json.dumps(fake or {}))
-        with _hydra_at(CONF):
+        with hydra_at(CONF):
             cfg = compose("train", overrides=[f"hydra.sweep.dir='{folder}'"], return_hydra_config=True)
             context = HydraContext(config_loader=GlobalHydra.instance().config_loader(), callbacks=Callbacks())
             q = Queue(Settings(**(DEFAULTS | settings)), cfg, context, FAKE)
             if gpus:
                 q.gpus = list(gpus)
             (folder / "events").unlink(missing_ok=True)
-            returns = q.run([[f"seed={seed}"] for seed in asked], 0)
+            returns = q.run([[f"seed={job}"] if isinstance(job, int) else job for job in asked], 0)
         return [r.return_value for r in returns], events(folder)
 
     run.folder = folder
@@ -213,6 +233,45 @@ def test_retries_and_max_failures(queue):
     ]  # fmt: skip
 
 
+def test_a_job_runs_again_where_its_checkpoint_has_changed(queue, tmp_path):
+    """A sweep over checkpoints runs a job for each; the same sweep without them does not stand for it."""
+
+    def save(name, value):
+        torch.save({"weights": torch.full((3,), value)}, tmp_path / name)
+
+    def ran(*names):
+        jobs = [["seed=5"] if name is None else ["seed=5", f"ckpt={quoted(str(tmp_path / name))}"] for name in names]
+        return sum(event[0] == "start" for event in queue(jobs)[1])
+
+    save("a.ckpt", 1.0), save("b.ckpt", 2.0), save("it's.ckpt", 3.0)
+    assert ran(None) == 1 and ran("a.ckpt", "b.ckpt", "it's.ckpt", None) == 3 and ran("b.ckpt", "a.ckpt") == 0
+    save("a.ckpt", 4.0)
+    assert ran("a.ckpt", "b.ckpt") == 1
+
+
+def test_a_job_runs_again_where_its_data_have_changed(queue, tmp_path, monkeypatch):
+    """A task says what its files look like (`file_facts`); those of a task whose rows are made do not change."""
+    facts = [("text.txt", 5, 0)]
+    monkeypatch.setattr(SelectiveCopy, "file_facts", lambda self: facts, raising=False)
+
+    def ran():
+        return [event[1] for event in queue([1, 2])[1] if event[0] == "start"]
+
+    assert ran() == ["1", "2"] and ran() == []
+    facts = [("text.txt", 6, 0)]
+    assert ran() == ["1", "2"] and ran() == []
+    facts = [("text.txt", 5, 0)]
+    assert ran() == [], "what was run on the same data is there"
+
+
+def test_a_config_may_name_the_number_of_its_job(queue):
+    _, happened = queue([["seed=7", "+logger.csv.name=job-${hydra:job.num}"], ["seed=8", "matmul_precision=${hydra:job.id}"]])
+    assert {event[1]: {word for word in event[4] if "hydra.job" in word} for event in happened if event[0] == "start"} == {
+        "7": {"++hydra.job.num=0", "++hydra.job.id=0"},
+        "8": {"++hydra.job.num=1", "++hydra.job.id=1"},
+    }
+
+
 def test_a_config_asked_for_twice_runs_once(queue):
     values, happened = queue([1, 1, 2])
     assert values == [0.5] * 3 and [event[1] for event in happened if event[0] == "start"] == ["1", "2"]
@@ -237,16 +296,72 @@ def test_ctrl_c_ends_the_jobs_and_a_second_one_kills(queue, behaviour, signals, 
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_two_sweeps_do_not_share_a_folder(queue):
-    with pytest.raises(SystemExit, match="still running"):
-        with Queue._locked(type("Q", (), {"folder": queue.folder})()):
+def test_two_sweeps_do_not_share_a_folder(queue, capsys):
+    queue.folder.mkdir()
+    with (queue.folder / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(SystemExit) as stop:
             queue([1])
+    assert stop.value.code == 2 and "is writing to" in capsys.readouterr().err
+    assert [path.name for path in queue.folder.iterdir()] == [".lock"]
 
 
-@pytest.mark.parametrize(("name", "value"), [("n_jobs", 0), ("retries", -1), ("on_oom", "half"), ("max_failures", 1.5)])
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"jobs": [{"number": 1}]}'])
+def test_a_broken_record_is_refused_by_name_before_a_job_is_run(tmp_path, capsys, monkeypatch, text):
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s/sweep.json").write_text(text)
+    cfg = composed(f"hydra.sweep.dir={tmp_path}/s")
+    with pytest.raises(SystemExit) as stop:
+        SweepTable().on_multirun_start(cfg)
+    message = capsys.readouterr().err
+    assert stop.value.code == 2 and "s/sweep.json" in message and message.count("\n") == 1
+    assert (tmp_path / "s/sweep.json").read_text() == text
+
+
+def test_a_broken_summary_is_named_and_its_job_run_again(queue, caplog):
+    queue(range(3))
+    broken = Path(jobs_of(queue.folder)[1]["folder"]) / "summary.json"
+    broken.write_text("[1, 2]")
+    _, happened = queue(range(3))
+    assert [event[1] for event in happened if event[0] == "start"] == ["1"]
+    assert caplog.text.count(str(broken)) == 1
+
+
+def test_a_folder_that_cannot_be_read_is_left_out_of_the_table_by_name(tmp_path, caplog):
+    for name, text in (("a", "[seed=0]"), ("b", "a: ["), ("c", "seed: 1")):
+        (tmp_path / name / ".hydra").mkdir(parents=True)
+        (tmp_path / name / ".hydra/overrides.yaml").write_text(text)
+    assert [job.overrides for job in jobs_of_folders(tmp_path)] == [["seed=0"]]
+    assert caplog.text.count("b/.hydra/overrides.yaml") == caplog.text.count("c/.hydra/overrides.yaml") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n_jobs", 0),
+        ("n_jobs", True),
+        ("gpus_per_job", None),
+        ("retries", -1),
+        ("on_oom", "half"),
+        ("max_failures", 1.5),
+        ("skip", "complete"),  # which is a list of its letters
+        ("skip", ["complet"]),
+        ("skip", []),
+        ("skip", ["diverged"]),  # complete jobs would be resumed at their end, and lose their numbers
+        ("runner", "-m torch.distributed.run"),
+        ("grace_seconds", -1),
+    ],
+)
 def test_settings_that_cannot_be(name, value):
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(ValueError, match=f"hydra.launcher.{name}"):
         Settings(**(DEFAULTS | {name: value}))
+    assert Settings(**(DEFAULTS | {"skip": ["complete", "diverged"], "n_jobs": None, "runner": ["-m", 2]}))
+
+
+@pytest.mark.parametrize("folder", ["a b", "it's", "a\\b", "\\", "\\'", "a=b,c", "${x}", "\\${x}", '"', "[x]", "ä"])
+def test_any_folder_can_be_handed_to_a_job(folder):
+    value = OverridesParser.create().parse_override(f"hydra.run.dir={quoted(folder)}").value()
+    assert OmegaConf.create({"dir": value}).dir == folder
 
 
 def test_the_table_in_a_terminal_and_after(tmp_path, monkeypatch, capsys):
@@ -302,7 +417,8 @@ def test_a_sweep_survives_its_jobs_and_goes_on(tmp_path):
 
 def test_a_sweep_that_is_killed_takes_its_jobs_along(tmp_path):
     """They save; and the sweep can be started again when the last of them has gone."""
-    line = [sys.executable, str(ROOT / "train.py"), "-m", *SMALL, *SELECTIVE_COPY, "trainer.max_steps=100000", "logger=csv"]
+    overrides = small(*SELECTIVE_COPY, "trainer.max_steps=100000", "logger=csv")
+    line = [sys.executable, str(ROOT / "train.py"), "-m", *overrides]
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(line, cwd=tmp_path, stdout=log, stderr=log)
         wait_for(lambda: any(path.stat().st_size > 200 for path in tmp_path.rglob("metrics.csv")), process)
@@ -335,7 +451,7 @@ def test_halving_ends_at_one_row():
 
 @pytest.mark.parametrize("preset", ["length_sweep", "lr_sweep"])
 def test_every_job_of_a_preset_can_be(preset):
-    assert check_command_line([f"experiment={preset}"], CONF) is not None
+    assert check_command_line(["logger=csv", f"experiment={preset}"], CONF) is None
     params = OmegaConf.load(CONF / f"experiment/{preset}.yaml").hydra.sweeper.params
     values = [[f"{key}={value}" for value in str(listed).split(",")] for key, listed in params.items()]
     jobs = list(itertools.product(*values))

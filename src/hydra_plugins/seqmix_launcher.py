@@ -18,13 +18,11 @@ class QueueLauncher(Launcher):
 
     def __init__(
         self, n_jobs: int | None, gpus_per_job: int, threads: int | None, retries: int, max_failures: int | None,
-        on_oom: str, skip: Sequence[str], runner: Sequence[str], grace_seconds: float,
+        on_oom: str, skip: Sequence[str], runner: Sequence[str | int], grace_seconds: float,
     ):  # fmt: skip
         from seqmix.sweep.queue import Settings
 
-        self.settings = Settings(
-            n_jobs, gpus_per_job, threads, retries, max_failures, on_oom, tuple(skip), tuple(map(str, runner)), grace_seconds
-        )
+        self.settings = Settings(n_jobs, gpus_per_job, threads, retries, max_failures, on_oom, skip, runner, grace_seconds)
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         from seqmix.sweep.queue import Queue

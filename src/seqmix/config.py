@@ -1,46 +1,74 @@
-"""The command line is checked before anything is made: no run folder, no wandb run, no data.
+"""From a composed config to what it describes: composing, checking, and building.
 
-Refused, with the nearest name that exists: a key nothing reads (also behind `+`), a choice that is not there, a value
-of another type than its default. Refused with the numbers: sizes that cannot be (the task is built, and the model on
-the meta device, which costs no memory), another number of processes than of devices, and an implementation that cannot
-run there.
+Refused with the numbers: a value that a target does not take, sizes that cannot be (the task is built, and the model on the
+meta device, which costs no memory), a run that would not end, another number of processes than of devices, and an
+implementation that cannot run there. What is typed is checked in command_line.py.
 """
 
 from __future__ import annotations
 
-import difflib
+import contextlib
+import functools
+import logging
 import os
 import pickle
-import sys
-from collections.abc import Iterable
+import traceback
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import lightning as L
 import torch
 from hydra import compose, initialize_config_dir
+from hydra._internal.hydra import Hydra
+from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, InstantiationException
+from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig, OmegaConf, open_dict
 
+from seqmix import signatures
+from seqmix.folders import read_file, walk
+from seqmix.identity import changed, flat
 from seqmix.model import SequenceModel
 from seqmix.module import SequenceModule
 from seqmix.optim import make_optimizer
-from seqmix.sweep.names import run_folder, sweep_name
+from seqmix.signatures import show
+from seqmix.sweep.names import resolved, run_folder, sweep_name
 from seqmix.tasks.base import Task
 
+log = logging.getLogger(__name__)
 RUNS = Path("outputs")
-# what a resumed run must share
-SAME_RUN = ("model", "channel_mixer", "task", "size", "seed", "dropout", "optimizer", "scheduler")
-FREE_FORM = ("hydra.job.env_set", "hydra.job_logging", "hydra.hydra_logging", "hydra.launcher", "hydra.sweeper")
+# what a thing raises when it cannot be built as it is asked to be
+WRONG = (
+    ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, FileNotFoundError, ImportError,
+    MisconfigurationException,
+)  # fmt: skip
+NO_EPOCHS = "the stream of training rows has no end, so there are no epochs"
+# arguments that a target takes and a run does not: the values at which they change nothing, and why they may have no other
+REFUSED = {
+    "model.d_model": ((), "size.d_model sets it, for every model"),
+    "channel_mixer.d_model": ((), "size.d_model sets it, for every model"),
+    "optimizer.params": ((), "the optimizer is given the model's parameters"),
+    "scheduler.optimizer": ((), "the scheduler is given the optimizer"),
+    "scheduler.total_steps": ((), "trainer.max_steps sets it"),
+    "trainer.callbacks": ((), "callbacks.NAME adds one"),
+    "trainer.logger": ((), "logger.NAME adds one; logger=none keeps the local files alone"),
+    "trainer.default_root_dir": ((), "hydra.run.dir sets it"),
+    "trainer.fast_dev_run": ((False, 0), "one step would be recorded as a complete run; debug=smoke trains for twenty steps"),
+    "trainer.accumulate_grad_batches": ((1,), "micro_batch_size computes a step's rows in parts, task.batch_size are its rows"),
+    "trainer.gradient_clip_val": ((None,), "gradient_clip_val, without trainer, is the largest norm"),
+    "trainer.gradient_clip_algorithm": ((None,), "gradients are clipped by their 2-norm"),
+    "trainer.max_epochs": ((None, -1), f"{NO_EPOCHS}; trainer.max_steps and trainer.max_time end a run"),
+    "trainer.min_epochs": ((None,), f"{NO_EPOCHS}; trainer.min_steps counts steps"),
+    "trainer.check_val_every_n_epoch": ((None, 1), f"{NO_EPOCHS}; trainer.val_check_interval counts steps"),
+    "trainer.reload_dataloaders_every_n_epochs": ((0,), NO_EPOCHS),
+    "trainer.limit_train_batches": ((None, 1.0), f"{NO_EPOCHS}; task.train_samples=N trains on the same N rows"),
+    "trainer.overfit_batches": ((0, 0.0), f"{NO_EPOCHS}; task.train_samples=N trains on the same N rows"),
+}
 
 
 def register_resolvers() -> None:
@@ -52,50 +80,33 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)
 
 
-def check_command_line(arguments: list[str], conf: Path) -> DictConfig | None:
-    """The composed config of a single run whose overrides make sense; exits with code 2 and one line where they do not.
-
-    None for a multirun, whose jobs check their own values, and for Hydra's own flags (--help, --cfg, ...).
-    """
-    overrides = [a for a in arguments if not a.startswith("-")]
-    flags = [a for a in arguments if a.startswith("-")]
-    multirun = "-m" in flags or "--multirun" in flags
-    if any(flag not in ("-m", "--multirun") for flag in flags):
-        return None
-    try:
-        with _hydra_at(conf):
-            _check_overrides(OverridesParser.create().parse_overrides(overrides), conf, multirun)
-        if multirun:
-            return None
-        cfg = compose_run(overrides, conf, folder="(made when the run starts)")
-        model = check(cfg)
-        callbacks = [build(node) for node in (cfg.get("callbacks") or {}).values() if node]
-        trainer = build(cfg.trainer)(callbacks=callbacks, logger=False)
-        check_processes(trainer)
-        check_kernels(cfg, model, trainer)
-    except (ValueError, TypeError, MisconfigurationException, HydraException, OmegaConfBaseException) as error:
-        _refuse(str(error))
-    return cfg
+@contextlib.contextmanager
+def hydra_at(conf: Path, beside: Path | None = None) -> Iterator[None]:
+    """A context in which Hydra composes from `conf`. beside: a further folder of configs, as Hydra's --config-dir adds it."""
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(conf.absolute()), version_base="1.3", job_name="train"):
+        if beside is not None:
+            search_path = GlobalHydra.instance().config_loader().get_search_path()
+            search_path.prepend("command-line", f"file://{beside}", SearchPathQuery(provider="schema"))
+            GlobalHydra.instance().clear()
+            Hydra.create_main_hydra2("train", search_path)
+        yield
 
 
 def compose_run(overrides: list[str], conf: Path, folder: Path | str) -> DictConfig:
     """The config of one run in `folder`, every interpolation resolved, without Hydra's own part."""
-    with _hydra_at(conf):
-        cfg = compose("train", overrides=overrides, return_hydra_config=True)
-    with open_dict(cfg):
-        cfg.hydra.runtime.output_dir = str(folder)
-    HydraConfig.instance().set_config(cfg)
-    cfg = cfg.copy()
-    with open_dict(cfg):
-        del cfg["hydra"]
-    OmegaConf.resolve(cfg)
-    return cfg
+    with hydra_at(conf):
+        return resolved(compose("train", overrides=overrides, return_hydra_config=True), folder)
 
 
-def check(cfg: DictConfig) -> SequenceModel:
-    """ValueError where a resolved config names something that cannot be; builds the task and, on no device, the model."""
+def check(cfg: DictConfig, own: Path | None = None) -> SequenceModel:
+    """ValueError where a resolved config names something that cannot be; builds the task and, on no device, the model.
+
+    own: a checkpoint of the run itself, from which it resumes whatever `ckpt` names.
+    """
     if missing := sorted(OmegaConf.missing_keys(cfg)):
         raise ValueError(f"no value for {', '.join(missing)}")
+    check_arguments(cfg)
     if str(cfg.trainer.precision) in ("16-true", "bf16-true", "16", "bf16"):
         raise ValueError(
             f"trainer.precision={cfg.trainer.precision} would keep the weights in 16 bit, which loses an update below 1/512 of "
@@ -107,19 +118,64 @@ def check(cfg: DictConfig) -> SequenceModel:
         raise ValueError(f"show must be null or batch, got {cfg.show!r}")
     if cfg.matmul_precision not in ("highest", "high", "medium"):
         raise ValueError(f"matmul_precision must be highest, high or medium, got {cfg.matmul_precision!r}")
-    if not 0 <= cfg.seed < 2**32:
-        raise ValueError(f"seed must lie in 0..2^32 - 1, got {cfg.seed}")
+    if not signatures.fits(cfg.seed, int) or not 0 <= cfg.seed < 2**32:
+        raise ValueError(f"seed must be an integer in 0..2^32 - 1, got {show(cfg.seed)}")
     for key in ("val_check_interval", "log_every_n_steps"):
-        if cfg.trainer[key] < 1:
-            raise ValueError(f"trainer.{key} must be at least 1, got {cfg.trainer[key]}")
+        if not signatures.fits(cfg.trainer[key], int) or cfg.trainer[key] < 1:
+            raise ValueError(f"trainer.{key} must be an integer of at least 1, got {show(cfg.trainer[key])}")
+    if cfg.trainer.max_steps < -1:
+        raise ValueError(f"trainer.max_steps must be at least 0, or -1 for no limit, got {cfg.trainer.max_steps}")
+    if cfg.trainer.max_steps == -1 and cfg.trainer.max_time is None:
+        raise ValueError(
+            f"trainer.max_steps=-1 without trainer.max_time: {NO_EPOCHS}, and the run would not end; it ends at max_steps or "
+            "max_time, whichever comes first"
+        )
     task = build(cfg.task)
     with torch.device("meta"):
-        module = build_module(cfg, task)
-        optimizer = make_optimizer(module.model, module.make_optimizer)
-        module.make_scheduler(optimizer, total_steps=max(1, cfg.trainer.max_steps))
-    if path := find_checkpoint(cfg):
+        with _said_of("model"):
+            module = build_module(cfg, task)
+        with _said_of("optimizer"):
+            optimizer = make_optimizer(module.model, module.make_optimizer)
+        with _said_of("scheduler"):
+            module.make_scheduler(optimizer, total_steps=cfg.trainer.max_steps)
+    if path := own or find_checkpoint(cfg):
         check_checkpoint(path, module, cfg.trainer.max_steps)
     return module.model
+
+
+def check_arguments(cfg: DictConfig) -> None:
+    """ValueError where a resolved config has an argument that its target does not take, or one of REFUSED."""
+    plain = OmegaConf.to_container(cfg)
+    for key, value in flat(plain).items():
+        check_promises(key, value)
+    for key, node in plain.items():
+        if isinstance(node, dict):
+            signatures.check(node, key)
+
+
+def check_promises(key: str, value: Any) -> None:
+    """ValueError for a key of REFUSED that would change something."""
+    harmless, reason = REFUSED.get(key, ((value,), ""))
+    if value not in harmless:
+        raise ValueError(f"{key}={show(value)} is refused: {reason}")
+
+
+@contextlib.contextmanager
+def _said_of(key: str) -> Iterator[None]:
+    """An error within becomes a ValueError that names the key."""
+    try:
+        yield
+    except WRONG as error:
+        raise _named(key, error) from error
+
+
+def _named(key: str, error: BaseException) -> ValueError:
+    """The error in one line with the key; where it is no error of a value, with its kind and the line as well."""
+    text = str(error)
+    if not isinstance(error, ValueError | FileNotFoundError | ImportError | MisconfigurationException):
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{type(error).__name__}: {text} ({Path(at.filename).name}, line {at.lineno})"
+    return ValueError(text if f"{key}." in text else f"{key}: {text}")
 
 
 def check_checkpoint(path: Path, module: SequenceModule, max_steps: int) -> None:
@@ -173,23 +229,49 @@ def check_kernels(cfg: DictConfig, model: SequenceModel, trainer: L.Trainer) -> 
 
 
 def find_checkpoint(cfg: DictConfig) -> Path | None:
-    """The file that `ckpt` names; for `last` the newest last.ckpt of a run with the same model, task, size and seed."""
+    """The file that `ckpt` names; for `last` the newest last.ckpt of a run with the same settings, see seqmix.identity."""
     if cfg.ckpt is None:
         return None
     if cfg.ckpt != "last":
-        path = Path(cfg.ckpt)
+        path = Path(str(cfg.ckpt))
         if not path.is_file():
             raise ValueError(f"ckpt={cfg.ckpt}: there is no such file (looked for {path.absolute()})")
         return path
-    newest_first = sorted(RUNS.rglob("checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime, reverse=True)
+    checkpoints = [folder / "checkpoints" / "last.ckpt" for folder, children, _ in walk(RUNS) if "checkpoints" in children]
+    newest_first = sorted(filter(Path.is_file, checkpoints), key=lambda path: path.stat().st_mtime, reverse=True)
+    mine, differ = flat(OmegaConf.to_container(cfg, resolve=True)), []
     for path in newest_first:
-        other = OmegaConf.load(path.parent.parent / "config.yaml")
-        if all(other.get(key) == cfg[key] for key in SAME_RUN):
+        try:
+            other = changed(flat(read_file(path.parent.parent / "config.yaml")), mine, "resume")
+        except ValueError as error:
+            _say_skipped(path, str(error))
+            continue
+        if not other:
             return path
+        differ.append(f"{path.parent.parent}, differs in {', '.join(other)}")
+    newest = f"; the newest, {differ[0]}" if differ else ""
     raise ValueError(
-        f"ckpt=last: none of the {len(newest_first)} checkpointed runs under {RUNS} has the same "
-        f"{', '.join(SAME_RUN)}; name a file instead"
+        f"ckpt=last: none of the {len(newest_first)} checkpointed runs under {RUNS} has the same settings{newest}; name a file"
     )
+
+
+@functools.cache  # once, however often the run asks
+def _say_skipped(path: Path, reason: str) -> None:
+    log.warning("ckpt=last: %s is skipped: %s", path, reason)
+
+
+def record_resume(checkpoint: Path, cfg: DictConfig) -> None:
+    """Adds to cfg, as `resumed_over`, the settings that were others before, where they change a result: it is another run then.
+
+    Those of earlier resumes are kept. A checkpoint without a config of its run that can be read is named instead.
+    """
+    over = {"ckpt": str(checkpoint)}
+    with contextlib.suppress(ValueError):
+        before = read_file(checkpoint.parent.parent / "config.yaml")
+        over = before.pop("resumed_over", {}) | changed(flat(before), flat(OmegaConf.to_container(cfg)), "resume", "cell")
+    if over:
+        with open_dict(cfg):
+            cfg.resumed_over = over
 
 
 def build(node: DictConfig | None) -> Any:
@@ -197,12 +279,16 @@ def build(node: DictConfig | None) -> Any:
     try:
         return instantiate(node, _convert_="all")  # plain lists: an OmegaConf object in a checkpoint cannot be loaded
     except InstantiationException as error:
-        cause = error.__cause__
-        if isinstance(cause, (ValueError, FileNotFoundError)):
-            raise ValueError(str(cause)) from cause
-        if isinstance(cause, TypeError):
-            raise ValueError(f"{node.get('_target_')}: {cause}") from cause
-        raise
+        if not isinstance(error.__cause__, WRONG):
+            raise
+        raise _named(node._get_full_key(None), error.__cause__) from error.__cause__
+
+
+def build_trainer(cfg: DictConfig) -> L.Trainer:
+    """The trainer of a config with its callbacks, and without loggers."""
+    callbacks = [build(node) for node in (cfg.get("callbacks") or {}).values() if node]
+    with _said_of("trainer"):
+        return build(cfg.trainer)(callbacks=callbacks, logger=False)
 
 
 def build_module(cfg: DictConfig, task: Task) -> SequenceModule:
@@ -218,6 +304,11 @@ def build_module(cfg: DictConfig, task: Task) -> SequenceModule:
     )
 
 
+def build_loggers(cfg: DictConfig) -> list[L.pytorch.loggers.Logger]:
+    """The loggers of a config, which open nothing yet. ValueError where wandb is not installed, or lacks its key."""
+    return [build(node) for node in (cfg.get("logger") or {}).values() if node]
+
+
 def build_model(cfg: DictConfig, vocab_size: int) -> SequenceModel:
     """The model of a config: conf/model names its parts, conf/size its width and depth."""
     return SequenceModel(
@@ -228,102 +319,6 @@ def build_model(cfg: DictConfig, vocab_size: int) -> SequenceModel:
         channel_mixer=build(cfg.channel_mixer),
         dropout=cfg.dropout,
     )
-
-
-def _check_overrides(overrides: list[Override], conf: Path, multirun: bool) -> None:
-    groups = {
-        str(folder.relative_to(conf)): sorted(file.stem for file in folder.glob("*.yaml"))
-        for folder in conf.rglob("*")
-        if folder.is_dir()
-    }
-    choices: dict[str, list[str]] = {}
-    values = []
-    for override in overrides:
-        key = override.get_key_element().lstrip("+~")
-        if override.is_sweep_override() and not multirun:
-            raise ValueError(
-                f"{override.input_line} names several values: add -m to run one job a value, or write a list as '{key}=[...]'"
-            )
-        if key == "hydra.job.chdir" and override.value():
-            raise ValueError(f"{override.input_line}: paths are the caller's; a run does not change the folder it stands in")
-        if key == "show" and multirun:
-            raise ValueError(f"{override.input_line} shows one run's batch: leave out -m")
-        if "/" in key or "@" in key:  # a group of Hydra's own (hydra/launcher): Hydra answers for it
-            continue
-        if key in groups:
-            picked = list(override.sweep_string_iterator()) if override.is_sweep_override() else [override.value()]
-            for choice in picked:
-                if choice is not None and str(choice) not in groups[key] and not isinstance(choice, list):
-                    raise ValueError(
-                        f"no {key}={choice}{_nearest(str(choice), groups[key])}; there are {', '.join(groups[key])}"
-                    )
-            choices[key] = [str(choice) for choice in picked if choice is not None]
-        else:
-            values.append((key, override))
-    known = _known_keys(choices)
-    for key, override in values:
-        if key not in known and not key.startswith(FREE_FORM):
-            raise ValueError(f"nothing reads the key {key!r}{_nearest(key, known)}")
-        if not override.is_sweep_override() and not override.is_delete():
-            _check_type(key, known.get(key), override.value())
-
-
-def _known_keys(choices: dict[str, list[str]]) -> dict[str, Any]:
-    """Every key of the config, dotted, with its default: over all the choices that a sweep names."""
-    compositions = [[f"{group}={names[0]}" for group, names in choices.items() if names]]
-    compositions += [[f"{group}={name}"] for group, names in choices.items() for name in names[1:]]
-    known: dict[str, Any] = {}
-    for overrides in compositions:
-        _flatten(compose("train", overrides=overrides, return_hydra_config=True), "", known)
-    return known
-
-
-def _flatten(node: DictConfig, prefix: str, into: dict[str, Any]) -> None:
-    for key in node:
-        name = f"{prefix}{key}"
-        try:
-            value = node._get_node(key)._value() if node._get_node(key)._is_interpolation() else node[key]
-        except OmegaConfBaseException:  # a `???` of Hydra's own
-            value = None
-        into.setdefault(name, value)
-        if isinstance(value, DictConfig):
-            _flatten(value, f"{name}.", into)
-
-
-def _check_type(key: str, default: Any, value: Any) -> None:
-    if default is None or value is None or isinstance(default, (str, DictConfig, ListConfig)):
-        return
-    hint = ""
-    if isinstance(default, bool):
-        right = isinstance(value, bool)
-    elif isinstance(default, int):
-        right = isinstance(value, int) and not isinstance(value, bool)
-        if isinstance(value, float) and value.is_integer():
-            hint = f"; write {int(value)}"
-    else:
-        right = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not right and not str(value).startswith("${"):
-        raise ValueError(f"{key} takes a value like {default!r}, got {value!r}{hint}")
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    """The name most like it; where none is, one whose last part is."""
-    whole = {n: n for n in names}
-    last = {n.rsplit(".", 1)[-1]: n for n in reversed(whole)}
-    for candidates, word, cutoff in ((whole, name, 0.75), (last, name.rsplit(".", 1)[-1], 0.7), (whole, name, 0.5)):
-        if close := difflib.get_close_matches(word, candidates, n=1, cutoff=cutoff):
-            return f"; the nearest is {candidates[close[0]]!r}"
-    return ""
-
-
-def _hydra_at(conf: Path) -> initialize_config_dir:
-    GlobalHydra.instance().clear()
-    return initialize_config_dir(str(conf), version_base="1.3", job_name="train")
-
-
-def _refuse(message: str) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 def _run_stamp() -> str:

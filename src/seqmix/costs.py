@@ -425,7 +425,7 @@ def _named(name: str, times: Spread, factor: float = 1.0) -> Numbers:
 
 
 def _peaks(peak: PeakMemory) -> Numbers:
-    return {"peak_allocated_mib": peak.allocated(), "peak_reserved_mib": peak.reserved(), "peak_rss_mib": peak.rss()}
+    return {"peak_allocated_mib": peak.allocated(), "peak_reserved_mib": peak.reserved(), "peak_host_mib": peak.host()}
 
 
 def _requested(device: torch.device) -> int:

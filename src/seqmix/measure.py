@@ -280,7 +280,7 @@ class PeakMemory:
     """Largest memory since `reset`, in MiB; None where it cannot be known, never 0 for "unknown".
 
         allocated()   of tensors on the accelerator    reserved()   held by the caching allocator (None on a CPU)
-        rss()         resident set of this process (None on an accelerator, where it is not what limits a run)
+        host()        of this process, in main memory (None on an accelerator, where it is not what limits a run)
 
     allocator is torch.cuda, or anything with its max_memory_allocated, max_memory_reserved and reset_peak_memory_stats.
     """
@@ -289,13 +289,13 @@ class PeakMemory:
         self.device = device
         self.on_gpu = device.type == "cuda"
         self.allocator = allocator
-        self.host = host or HostPeak()
+        self._host = host or HostPeak()
 
     def reset(self) -> None:
         if self.on_gpu:
             self.allocator.reset_peak_memory_stats(self.device)
         else:
-            self.host.reset()
+            self._host.reset()
 
     def allocated(self) -> float | None:
         return self.allocator.max_memory_allocated(self.device) / MIB if self.on_gpu else None
@@ -303,38 +303,59 @@ class PeakMemory:
     def reserved(self) -> float | None:
         return self.allocator.max_memory_reserved(self.device) / MIB if self.on_gpu else None
 
-    def rss(self) -> float | None:
-        return None if self.on_gpu else self.host.read()
+    def host(self) -> float | None:
+        return None if self.on_gpu else self._host.read()
 
 
 class HostPeak:
-    """Peak resident set of this process since `reset`, in MiB.
+    """Peak memory of this process since `reset`, in MiB: the resident pages that no file backs. Loader workers not counted.
 
-    The kernel keeps one high-water mark a process, so a small run after a large one would show the large one's. Linux
-    can lower the mark (proc(5), clear_refs); where that is refused, a mark that did not move since `reset` is unknown:
-    None.
+    These are the tensors, the interpreter's objects and shared memory. Pages of libraries and of mapped files are left out:
+    other processes share them, and the system drops and reads them again as it likes.
+
+    It is the high-water mark of the whole resident set less the pages that files back when it is read (VmHWM and RssFile,
+    proc_pid_status(5)), as Linux keeps no mark of the rest alone. So it is off by as much as those pages have changed in
+    number between the peak and the reading. Where the system does not tell them apart (macOS), they are counted.
+
+    The mark is the process's, so a small run after a large one would show the large one's. Linux can lower it
+    (proc_pid_clear_refs(5)); where that is refused, a mark that has not moved since `reset` is unknown: None.
+
+    resident: gives (high-water mark, pages backed by files) in MiB, or None; lower: lowers the mark, and says whether it did.
     """
 
-    def __init__(self, high_water: Callable[[], float | None] | None = None, lower: Callable[[], bool] | None = None):
-        self._high_water = high_water or _high_water_mib
+    def __init__(
+        self, resident: Callable[[], tuple[float, float] | None] | None = None, lower: Callable[[], bool] | None = None
+    ):
+        self._resident = resident or _resident_mib
         self._lower = lower or _lower_high_water
         self._floor: float | None = None
 
     def reset(self) -> None:
-        self._floor = None if self._lower() else self._high_water()
+        resident = None if self._lower() else self._resident()
+        self._floor = resident and resident[0]
 
     def read(self) -> float | None:
-        peak = self._high_water()
-        return None if peak is None or (self._floor is not None and peak <= self._floor) else peak
+        resident = self._resident()
+        if resident is None or (self._floor is not None and resident[0] <= self._floor):
+            return None
+        high_water, of_files = resident
+        return high_water - of_files
 
 
-def _high_water_mib() -> float | None:
+def _resident_mib() -> tuple[float, float] | None:
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        lines = []
+    kib = {name: int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines) if value.endswith("kB")}
+    if "VmHWM" in kib and "RssFile" in kib:
+        return kib["VmHWM"] / 2**10, kib["RssFile"] / 2**10
     try:
         import resource
     except ImportError:  # Windows
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / MIB if sys.platform == "darwin" else peak / 2**10
+    return (peak / MIB if sys.platform == "darwin" else peak / 2**10), 0.0
 
 
 def _lower_high_water() -> bool:

@@ -69,6 +69,11 @@ def cosine(optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, final:
     """Linear warm-up over `warmup_steps`, then half a cosine from lr to `final · lr` at `total_steps`."""
     if not 0.0 <= final <= 1.0:
         raise ValueError(f"scheduler.final must lie in [0, 1], got {final!r}")
+    if total_steps < 0:
+        raise ValueError(
+            f"scheduler=cosine ends at trainer.max_steps, which is {total_steps}: set it, or take scheduler=constant, "
+            "which does not depend on the end"
+        )
     factor = partial(_factor, warmup_steps=_checked(warmup_steps), total_steps=total_steps, final=final)
     return LambdaLR(optimizer, factor)
 

@@ -51,11 +51,13 @@ class CSVLogger(L.pytorch.loggers.CSVLogger):
     """`<save_dir>/metrics.csv`: a row a logging step, a column a metric, `step` counting from 0.
 
     A run that goes on in its own folder goes on in its file: what it logs again replaces that metric's values from that
-    step on, the rest stays.
+    step on, the rest stays. ValueError, which names file and line, where a row of that file has no step.
     """
 
     def __init__(self, save_dir: str | os.PathLike):
         super().__init__(save_dir=save_dir, name="", version="")
+        if (path := Path(save_dir) / "metrics.csv").exists():
+            _read_rows(path)  # now, while an error in it costs nothing
 
     @property
     @rank_zero_experiment
@@ -102,9 +104,20 @@ class _MetricsFile(ExperimentWriter):
 
 
 def _read_rows(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        rows = list(reader)
+    """Header and rows, without a last line cut short by a kill. ValueError, which names file and line, for another file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a file of metrics: {error}") from error
+    reader = csv.DictReader(text[: text.rfind("\n") + 1].splitlines())
+    rows = []
+    try:
+        for row in reader:
+            int(row["step"])
+            rows.append({name: row[name] or "" for name in reader.fieldnames})
+    except (KeyError, TypeError, ValueError, csv.Error) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path}, line {reader.line_num}, is not a row of metrics with a step ({reason})") from error
     return list(reader.fieldnames or []), rows
 
 
@@ -124,7 +137,7 @@ class WandbLogger(L.pytorch.loggers.WandbLogger):
     project, group, name, tags: as in wandb. run_id: of a run to go on with, or None for a new one.
     log_diff: also upload the diff of tracked files against the commit (`source.diff`, at most 1 MiB).
 
-    ValueError for an unknown mode, and for mode=online without a key.
+    ValueError for an unknown mode, for mode=online without a key, and where wandb is not installed.
     """
 
     def __init__(
@@ -139,6 +152,12 @@ class WandbLogger(L.pytorch.loggers.WandbLogger):
         log_diff: bool = True,
         init_timeout: float = 20.0,
     ):
+        try:
+            import wandb  # noqa: F401
+        except ImportError as error:
+            raise ValueError(
+                f"logger=wandb needs wandb ({error}): pip install wandb, or logger=csv, which writes metrics.csv alone"
+            ) from error
         super().__init__(name=name, save_dir=save_dir, project=project, version=run_id)
         self.mode, self._why = resolve_mode(mode)
         self.group = group

@@ -660,6 +660,7 @@ def test_the_benchmark_measures():
 
 
 def test_counted_bytes_go_to_their_case():
+    pytest.importorskip("triton")
     from seqmix_kernels.selective_scan import traffic_gpu
 
     kernels = (traffic_gpu.BETWEEN + "(long)", "first", "second", traffic_gpu.BETWEEN + "(long)", "third")

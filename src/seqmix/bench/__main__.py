@@ -22,15 +22,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
+from hydra import compose
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from seqmix import display
 from seqmix.bench import figures, pool, results
-from seqmix.bench.grid import Point, grid
-from seqmix.config import register_resolvers
+from seqmix.bench.grid import TYPES, Point, grid
+from seqmix.command_line import check_keys, check_set_once
+from seqmix.config import hydra_at, register_resolvers
+from seqmix.folders import lock
 from seqmix.tracking import WandbLogger, closing, source_facts, source_state
 
 PLACES = (Path("conf"), Path(__file__).parents[3] / "conf")  # of the caller; beside the sources
@@ -54,13 +56,13 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         if cfg.redraw and not (Path(cfg.redraw) / "points.jsonl").is_file():
             raise ValueError(f"redraw={cfg.redraw}: there is no points.jsonl in it")
+        rows = results.read(Path(cfg.redraw) / "points.jsonl") if cfg.redraw else []
         points = [] if cfg.redraw else grid(cfg, conf)
     except (ValueError, HydraException, OmegaConfBaseException) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     if cfg.redraw:
         out = Path(cfg.redraw)
-        rows = results.read(out / "points.jsonl")
     else:
         out = Path(cfg.out) if cfg.out else _unused(Path(f"outputs/report/bench_{_card(cfg.device)}"))
         typed = [a for a in arguments if not a.startswith("out=")]  # where it is written to is of no number
@@ -74,12 +76,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def compose_bench(overrides: list[str], conf: Path) -> DictConfig:
-    """conf/bench.yaml with the grid of the device that is there, unless one is named."""
-    if not any(o.startswith("bench=") for o in overrides):
-        overrides = [f"bench={'gpu' if torch.cuda.is_available() else 'cpu'}", *overrides]
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(conf), version_base="1.3", job_name="bench"):
-        return compose("bench", overrides=overrides)
+    """conf/bench.yaml with the grid of the device that is there, unless one is named. ValueError for what nothing reads."""
+    typed = [o for o in overrides if not o.startswith("bench=")]
+    chosen = [o for o in overrides if o.startswith("bench=")] or [f"bench={'gpu' if torch.cuda.is_available() else 'cpu'}"]
+    with hydra_at(conf):
+        check_set_once(overrides)
+        cfg, defaults = compose("bench", overrides=[*chosen, *typed]), compose("bench", overrides=chosen)
+    check_keys(cfg, defaults, TYPES, free_form=("overrides.",))
+    return cfg
 
 
 def _unused(folder: Path) -> Path:
@@ -90,7 +94,7 @@ def _unused(folder: Path) -> Path:
 
 def measure_all(points: list[Point], cfg: DictConfig, out: Path, command: str) -> list[dict]:
     """The rows, each a line of out/points.jsonl as soon as it is there."""
-    out.mkdir(parents=True, exist_ok=True)
+    lock(out)
     source = source_facts(source_state()) or {"commit": None}
     began, rows = time.perf_counter(), []
     with (out / "points.jsonl").open("w", encoding="utf-8") as file:
@@ -106,7 +110,8 @@ def measure_all(points: list[Point], cfg: DictConfig, out: Path, command: str) -
             file.write(json.dumps(row) + "\n")
             file.flush()
             rows.append(row)
-            print(f"{i:3}/{len(points)} {time.perf_counter() - began:6.1f} s  {point}  {told(row)}", flush=True)
+            line = f"{i:3}/{len(points)} {time.perf_counter() - began:6.1f} s  {point}  {told(row)}"
+            print(display.visible(line), flush=True)
     return rows
 
 
@@ -173,5 +178,6 @@ def _card(device: str) -> str:
 
 
 if __name__ == "__main__":
+    display.guard_standard_streams()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the process of the point ends, too
     raise SystemExit(main())

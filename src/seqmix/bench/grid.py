@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from seqmix.config import compose_run
 
+# of keys whose default does not say what they take
+TYPES = {
+    "device": Literal["cpu", "cuda"],
+    "autocast": Literal["bfloat16", "float16"] | None,
+    "matmul_precision": Literal["highest", "high", "medium"],
+    "wandb": Literal["auto", "offline", "online", "disabled"],
+    "time_limit": float | None,
+    "seconds": float,
+    "capacity.limit_gib": float,
+    "kernels.ops": list[str] | None,
+    "out": str | None,
+    "redraw": str | None,
+}
 PARTS = ("training", "context", "decode", "capacity", "kernels")
 MODEL_KEYS = ("model", "channel_mixer", "size", "dropout")
 
@@ -37,10 +50,18 @@ class Point(NamedTuple):
 
 
 def grid(cfg: DictConfig, conf: Path) -> list[Point]:
-    """The points of a config, in the order in which they are measured. ValueError for a model, size or part that is none."""
+    """The points of a config, in the order in which they are measured. ValueError for a setting that cannot be."""
     for part in cfg.parts:
         if part not in PARTS:
             raise ValueError(f"parts must be of {', '.join(PARTS)}, got {part!r}")
+    for key in ("threads", "seconds", "patience", "lengths", "decode.batches", "decode.length", "capacity.length"):
+        value = OmegaConf.select(cfg, key)
+        if min(value if isinstance(value, ListConfig) else [value]) <= 0:
+            raise ValueError(f"{key} must be positive, got {value}")
+    for size, models in cfg.overrides.items():
+        for model in models or ():
+            if not ((conf / "size" / f"{size}.yaml").is_file() and (conf / "model" / f"{model}.yaml").is_file()):
+                raise ValueError(f"overrides.{size}.{model} is of no size and model of {conf}")
     shared = {
         **{key: cfg[key] for key in ("device", "autocast", "threads", "seed", "seconds", "matmul_precision")},
         "optimizer": OmegaConf.to_container(cfg.optimizer, resolve=True),

@@ -24,20 +24,21 @@ class Measure(NamedTuple):
     unit: str
     more_is_better: bool = False
     scale: float = 1.0  # of the number in the row, to the unit
-    instead: str = ""  # key of a row that lacks `key`
+    instead: tuple[str, ...] = ()  # keys of rows that lack `key`, the first that is there
 
 
 MEASURES = (
     Measure("training_speed", "training", "tokens_per_second", "length", "Training: tokens a second", "tokens/s", True),
     Measure("training_memory", "training", "peak_allocated_mib", "length", "Training: peak memory", "GiB", scale=1 / 1024,
-            instead="peak_rss_mib"),
+            instead=("peak_host_mib", "peak_rss_mib")),  # the latter is the whole resident set, which older rows have
     Measure("decode_speed", "context", "graph_tokens_per_second", "length", "Decoding, batch 1: tokens a second", "tokens/s",
-            True, instead="eager_tokens_per_second"),
+            True, instead=("eager_tokens_per_second",)),
     Measure("state_bytes", "context", "state_bytes", "length", "State of one row", "MiB", scale=1 / 2**20),
     Measure("prefill", "context", "prefill_ms", "length", "A prompt, batch 1: milliseconds", "ms"),
     Measure("decode_batch", "decode", "graph_tokens_per_second", "batch", "Decoding: tokens a second against batch", "tokens/s",
-            True, instead="eager_tokens_per_second"),
+            True, instead=("eager_tokens_per_second",)),
 )  # fmt: skip
+MEMORY = " Memory is that of the process, without libraries and mapped files; about 0.3 GiB of imports are in it."
 # what the tables show beside the measures: part -> (key, heading, scale)
 ALSO = {
     "training": (
@@ -70,15 +71,28 @@ class Crossing(NamedTuple):
 
 
 def read(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    """The rows of points.jsonl. ValueError, which names file and line, for a line that is none."""
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        if line:
+            try:
+                row = json.loads(line)
+                row["part"], row["status"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{path}, line {number}, is not a point ({type(error).__name__}: {error})") from error
+            rows.append(row)
+    return rows
 
 
 def value(row: Row, measure: Measure) -> float | None:
     if row["status"] != "ok":
         return None
-    number = row.get(measure.key)
-    number = row.get(measure.instead) if number is None else number
+    number = _first(row, measure.key, *measure.instead)
     return None if number is None else number * measure.scale
+
+
+def _first(row: Row, *keys: str) -> float | None:
+    return next((row[key] for key in keys if row.get(key) is not None), None)
 
 
 def series(row: Row, sizes: int) -> str:
@@ -174,7 +188,7 @@ def markdown(rows: Sequence[Row], figures: Sequence[str]) -> str:
         if of_part:
             lines += [f"## {heading}", "", *_about(part, of_part), ""]
             keys = [(m.key, m.title, m.scale, m.instead, m.unit, m.axis) for m in MEASURES if m.part == part]
-            keys += [(key, name, scale, "", "", _axis(part)) for key, name, scale in ALSO[part]]
+            keys += [(key, name, scale, (), "", _axis(part)) for key, name, scale in ALSO[part]]
             for key, title, scale, instead, unit, axis in keys:
                 lines += [f"**{title}{f' ({unit})' if unit and unit not in title else ''}**", ""]
                 lines += [*_table(of_part, key, scale, instead, axis), ""]
@@ -244,7 +258,8 @@ def _about(part: str, rows: Sequence[Row]) -> list[str]:
     }[part]
     tokens = f" {done[0]['tokens']:,} tokens a step." if part == "training" and done else ""
     if done and "peak_allocated_mib" in done[0] and done[0]["peak_allocated_mib"] is None:
-        tokens += " Memory is the resident set of the process, about 0.4 GiB of imports in it."
+        whole = "peak_rss_mib" in done[0]
+        tokens += " Memory is the resident set of the process, about 0.4 GiB of imports in it." if whole else MEMORY
     worst = max((row["check_error"] for row in done if row.get("check_error") is not None), default=None)
     checked = "" if worst is None else f" Logits against float64, worst of all points: {worst:.1e}."
     return [f"Parameters: {of}. {text}{tokens}{checked}"]
@@ -254,13 +269,13 @@ def _axis(part: str) -> str:
     return "batch" if part == "decode" else "length"
 
 
-def _table(rows: Sequence[Row], key: str, scale: float, instead: str, axis: str) -> list[str]:
+def _table(rows: Sequence[Row], key: str, scale: float, instead: tuple[str, ...], axis: str) -> list[str]:
     sizes = len({row["size"] for row in rows})
     xs = sorted({row[axis] for row in rows})
     names = list(dict.fromkeys(series(row, sizes) for row in rows))
     cells = {}
     for row in rows:
-        number = row.get(key) if row.get(key) is not None else row.get(instead)
+        number = _first(row, key, *instead)
         shown = row["status"] if row["status"] != "ok" else "" if number is None else show(number * scale)
         cells[series(row, sizes), row[axis]] = shown
     if not any(cells.values()):

@@ -13,6 +13,9 @@ from seqmix.measure import MIB, PeakMemory, SavedForBackward, parameter_count, s
 class Memory(L.Callback):
     """Peaks of the training steps after the warm-up, evaluation left out; measured, not logged live.
 
+    `memory/peak_host_mib`, on a CPU, is of this process and leaves out libraries and mapped files (measure.HostPeak); the text
+    or tokens that the task holds in memory are in it.
+
     warmup_steps: optimizer steps before the peaks are reset: compiling, autotuning and first allocations can need more
     than any later step. A run that ends before reports the peak of what it ran.
 
@@ -32,7 +35,7 @@ class Memory(L.Callback):
 
     def _start_afresh(self) -> None:
         self._peak: PeakMemory | None = None
-        self._peaks: dict[str, float | None] = dict.fromkeys(("allocated", "reserved", "rss"))
+        self._peaks: dict[str, float | None] = dict.fromkeys(("allocated", "reserved", "host"))
         self._counts: dict[str, int | None] = dict.fromkeys(("state_bytes", "params", "params_non_embedding"))
         self._warm = False
         self._saved: SavedForBackward | None = None
@@ -107,11 +110,11 @@ class Memory(L.Callback):
             self._peaks["allocated"] = max(captured / MIB, self._peaks["allocated"])
 
     def summary(self) -> dict[str, float | int | None]:
-        """MiB and counts. Accelerator peaks are None on a CPU, the resident set is None on an accelerator."""
+        """MiB and counts. Accelerator peaks are None on a CPU, the host's peak is None on an accelerator."""
         return {
             "memory/peak_allocated_mib": self._peaks["allocated"],
             "memory/peak_reserved_mib": self._peaks["reserved"],
-            "memory/peak_rss_mib": self._peaks["rss"],
+            "memory/peak_host_mib": self._peaks["host"],
             "memory/predicted_mib": self._predicted,
             **{f"memory/{name}": value for name, value in self._counts.items()},
         }

@@ -9,6 +9,8 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from seqmix import display
+
 IGNORE = -100  # a target that is not scored
 
 
@@ -19,7 +21,8 @@ class Predictions(L.Callback):
     table have all of it. generate_tokens: on a task of text (one that knows its tokens' bytes) the model also continues
     the first half of each row by so many tokens, at `temperature`, from a fixed seed; 0 leaves that out.
 
-    A prediction is the largest logit at each scored position, and is right where it equals the target.
+    A prediction is the largest logit at each scored position, and is right where it equals the target. A control character
+    of a text is shown as its escape (`\\x1b`), in the file too; a line feed as ⏎. The table in wandb has the text itself.
     """
 
     COLUMNS = ("row", "input", "target", "prediction", "right", "scored")
@@ -85,7 +88,7 @@ class Predictions(L.Callback):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(self._text(table, samples, limit=None), encoding="utf-8")
         say = print if trainer.progress_bar_callback is None else trainer.progress_bar_callback.print
-        say(self._text(table, samples, limit=self.max_chars))
+        display.attempt("predictions", lambda: say(self._text(table, samples, limit=self.max_chars)))
         for logger in trainer.loggers:
             if isinstance(logger, L.pytorch.loggers.WandbLogger):
                 logger.log_table("predictions", columns=list(self.COLUMNS), data=table)
@@ -120,7 +123,7 @@ class Predictions(L.Callback):
 
 def _short(text: str, limit: int | None, end: bool = False) -> str:
     """On one line, cut to `limit` characters, at its end or its beginning."""
-    text = text.replace("\n", "⏎").replace("\r", "")
+    text = display.visible(text.replace("\n", "⏎"))
     if limit is None or len(text) <= limit:
         return text
     return f"… {text[-limit:]}" if end else f"{text[:limit]} …"

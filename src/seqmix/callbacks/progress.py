@@ -15,9 +15,10 @@ from typing import TextIO
 
 import lightning as L
 from lightning.pytorch.callbacks import ProgressBar
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
+
+from seqmix import display
 
 
 class Progress(ProgressBar):
@@ -28,6 +29,7 @@ class Progress(ProgressBar):
     stream, clock: for tests.
 
     The time left is that of this process's steps so far, evaluations included, the first step (compiling) left out.
+    A bar or a line that cannot be shown is the last one: training does not stop for it.
     """
 
     def __init__(
@@ -62,9 +64,11 @@ class Progress(ProgressBar):
         self._total = trainer.estimated_stepping_batches  # of max_steps and the epochs, whichever ends first
         self._anchor: tuple[int, float] | None = None  # step and time from which speed is judged
         self._shown_at = self.clock()
-        if not self._enabled:
-            return
-        console = Console(file=self.stream or sys.stdout)
+        if self._enabled:
+            self._draw(self._start_bar)
+
+    def _start_bar(self) -> None:
+        console = display.console(self.stream or sys.stdout)
         if console.is_terminal:
             self._bar = Bar(
                 TextColumn("{task.description}"),
@@ -73,7 +77,7 @@ class Progress(ProgressBar):
                 TimeElapsedColumn(),
                 TextColumn("<"),
                 TimeRemainingColumn(),
-                TextColumn("{task.fields[metrics]}"),
+                TextColumn("{task.fields[metrics]}", markup=False),
                 console=console,
                 refresh_per_second=1 / self.refresh_seconds,
                 speed_estimate_period=600.0,
@@ -81,6 +85,10 @@ class Progress(ProgressBar):
             total = self._total if math.isfinite(self._total) else None
             self._task = self._bar.add_task("training", total=total, completed=self._step, metrics="")
             self._bar.start()
+
+    def _draw(self, draw: Callable[[], object]) -> None:
+        if not display.attempt("progress", draw):
+            self._enabled, self._bar = False, None
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs, batch, batch_idx: int
@@ -97,11 +105,11 @@ class Progress(ProgressBar):
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._bar is not None:
-            self._bar.update(self._task, description="validating")
+            self._draw(lambda: self._bar.update(self._task, description="validating"))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._bar is not None:
-            self._bar.update(self._task, description="training")
+            self._draw(lambda: self._bar.update(self._task, description="training"))
             self._show(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -116,18 +124,18 @@ class Progress(ProgressBar):
         self._stop()
 
     def print(self, *args: object, sep: str = " ", end: str = "\n") -> None:
-        """As the built-in, above the bar if there is one."""
+        """As the built-in, above the bar if there is one; nothing after a display that has failed."""
         if self._bar is not None:
-            self._bar.console.print(sep.join(map(str, args)), end=end, markup=False, highlight=False)
-        else:
-            print(*args, sep=sep, end=end, file=self.stream or sys.stdout, flush=True)
+            self._draw(lambda: self._bar.console.print(sep.join(map(str, args)), end=end))
+        elif self._enabled:
+            self._draw(lambda: print(*args, sep=sep, end=end, file=self.stream or sys.stdout, flush=True))
 
     def _show(self, trainer: L.Trainer) -> None:
         self._shown_at = self.clock()
         known = trainer.callback_metrics
         values = [f"{name} {float(known[name]):.3f}" for name in self.metrics if name in known]
         if self._bar is not None:
-            self._bar.update(self._task, completed=self._step, metrics="  ".join(values))
+            self._draw(lambda: self._bar.update(self._task, completed=self._step, metrics="  ".join(values)))
             return
         parts = [f"step {self._step}"]
         if math.isfinite(self._total):
@@ -144,5 +152,5 @@ class Progress(ProgressBar):
 
     def _stop(self) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            self._draw(self._bar.stop)
             self._bar = None

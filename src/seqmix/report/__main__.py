@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+from seqmix import display
 from seqmix.report.page import page
 from seqmix.report.results import AVERAGED, build_report
 from seqmix.report.runs import find_runs, not_started, tidy
@@ -41,10 +42,11 @@ def main(arguments: list[str] | None = None) -> None:
         runs = find_runs(asked.folders)
         title = asked.title or ", ".join(folder.resolve().name for folder in asked.folders)
         report = build_report(runs, title, asked.average_over, not_started(asked.folders))
+    except ImportError as error:
+        display.refuse(f"--wandb needs wandb and wandb-workspaces: pip install -e '.[report]' ({error})")
     except ValueError as error:
-        parser.error(str(error))
+        display.refuse(str(error))
     out = asked.out or asked.folders[0] / "report"
-    out.mkdir(parents=True, exist_ok=True)
     typed = tidy(" ".join(["python -m seqmix.report", *map(shlex.quote, arguments)]))
     files = {
         "index.html": page(report, typed),
@@ -52,11 +54,15 @@ def main(arguments: list[str] | None = None) -> None:
         "cells.csv": cells_csv(report),
         "runs.csv": runs_csv(report),
     }
-    for name, text in files.items():
-        (out / name).write_text(text, encoding="utf-8")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (out / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        display.refuse(f"cannot write to {out}: {error.strerror} ({error.filename})")
     print(f"{headline(report)}; {len(report.cells)} cells, {time.perf_counter() - started:.1f} s")
     for notice in report.notices:
-        print(f"  {notice}")
+        print(display.visible(f"  {notice}"))
     for name in files:
         print(out / name)
     if asked.wandb:
@@ -68,4 +74,5 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    display.guard_standard_streams()
     main()

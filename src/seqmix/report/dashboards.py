@@ -206,7 +206,7 @@ def _summary_names(report: Report) -> tuple[list[tuple[str, str]], list[tuple[st
         "memory/state_bytes": "State, bytes a row",
         "speed/step_ms": "Time a step, ms",
         "memory/peak_allocated_mib": "Peak memory, MiB",
-        "memory/peak_rss_mib": "Peak memory (process), MiB",
+        "memory/peak_host_mib": "Peak memory (process), MiB",
         "speed/tokens_per_second": "Training speed, tokens/s",
     }
     known = {name for run in report.runs for name in run.summary if run.number(name) is not None}

@@ -24,15 +24,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from seqmix.identity import cell_config
 from seqmix.report.runs import Run, command
 
 RESAMPLES = 2000
-# keys that change how a run is watched, not what it computes
-ASIDE = ("logger", "ckpt", "show", "test", "micro_batch_size", "cuda_graph", "task.num_workers", "task.make_on",
-         "task.eval_batch_size", "trainer.accelerator", "trainer.log_every_n_steps", "trainer.profiler",
-         "trainer.enable_checkpointing", "trainer.enable_progress_bar", "trainer.enable_model_summary",
-         "trainer.num_sanity_val_steps", "trainer.detect_anomaly")  # fmt: skip
-WATCHED_CALLBACKS = ("callbacks.checkpoint.monitor", "callbacks.checkpoint.mode")  # which weights are tested
 FACTS = ("data", "code", "environment")
 AVERAGED = ("code", "environment")  # what the caller may ask to average over
 
@@ -137,12 +132,12 @@ class Report:
         return sorted({cell.seq_len for cell in self.cells if cell.seq_len is not None})
 
 
-def build_report(runs: list[Run], title: str, average_over: Iterable[str] = (), missing: Iterable[str] = ()) -> Report:
-    """missing: jobs that have not been started, to be told. ValueError for an `average_over` not of AVERAGED."""
+def build_report(runs: list[Run], title: str, average_over: Iterable[str] = (), notices: Iterable[str] = ()) -> Report:
+    """notices: what else the reader must know, told first. ValueError for an `average_over` not of AVERAGED."""
     average_over = tuple(average_over)
     if unknown := [name for name in average_over if name not in AVERAGED]:
         raise ValueError(f"average_over must be of {', '.join(AVERAGED)}, got {unknown[0]!r}")
-    kept, repeated = _newest(runs)
+    kept, repeated = _newest([run for run in runs if run.status != "unreadable"])
     cells = _cells(kept, average_over)
     split = "test" if any(run.number("test/loss") is not None for run in kept) else "val"
     metrics = [m for m in _metrics(split) if any(m.read(run) is not None for run in kept)]
@@ -157,7 +152,7 @@ def build_report(runs: list[Run], title: str, average_over: Iterable[str] = (), 
     cells.sort(key=lambda c: (c.task, c.model, c.variant, c.seq_len or 0))
     environments = _environments(kept)
     report = Report(title, runs, cells, metrics, split, differences, _shared(cells), environments, [])
-    report.notices = _notices(report, repeated, list(missing))
+    report.notices = [*notices, *_notices(report, repeated)]
     return report
 
 
@@ -189,7 +184,7 @@ def _metrics(split: str) -> list[Metric]:
 
     def peak(run: Run) -> float | None:
         on_gpu = run.number("memory/peak_allocated_mib")
-        return run.number("memory/peak_rss_mib") if on_gpu is None else on_gpu
+        return run.number("memory/peak_host_mib") if on_gpu is None else on_gpu
 
     token, whole = f"{split}/token_accuracy", f"{split}/sequence_accuracy"
     return [
@@ -230,21 +225,7 @@ def _newest(runs: list[Run]) -> tuple[list[Run], int]:
 
 def _identity(run: Run) -> dict[str, object]:
     """What makes two runs the same experiment, but for seed and rate."""
-    config = {
-        key: value
-        for key, value in run.config.items()
-        if not key.startswith(("callbacks.", "hydra.")) and key.split(".")[0] not in ASIDE and key not in ASIDE
-    }
-    config |= {key: run.config[key] for key in WATCHED_CALLBACKS if key in run.config}
-    seed = config.pop("seed", None)
-    if config.get("task.seed") == seed:
-        config.pop("task.seed", None)
-    config.pop("optimizer.lr", None)
-    for split in ("val", "test"):
-        limit = config.get(f"trainer.limit_{split}_batches")
-        if isinstance(limit, int):
-            config[f"trainer.limit_{split}_batches"] = f"{limit * run.config.get('task.eval_batch_size', 1)} rows"
-    return config | {"model": run.model, "task": run.task}
+    return cell_config(run.config) | {"model": run.model, "task": run.task}
 
 
 def _frozen(config: dict[str, object]) -> tuple:
@@ -434,10 +415,12 @@ def _environments(runs: list[Run]) -> list[tuple[dict, dict | None, int]]:
 # What a reader must be told
 
 
-def _notices(report: Report, repeated: int, missing: list[str]) -> list[str]:
+def _notices(report: Report, repeated: int) -> list[str]:
     cells, out = report.cells, []
-    if missing:
-        out.append(f"{_count(len(missing), 'job')} of the sweep not started yet: {_some(missing, 3, '; ')}.")
+    if broken := [run.error for run in report.runs if run.status == "unreadable"]:
+        out.append(f"Runs that cannot be read are in no cell: {_some(broken, 3, '; ')}.")
+    if broken := [f"{run.name}/metrics.csv ({run.left_out})" for run in report.runs if run.left_out]:
+        out.append(f"Values that are not numbers are left out of the curves: {_some(broken, 3, '; ')}.")
     out += _unlike(report)
     for name in AVERAGED:
         if mixed := [c for c in cells if name in c.mixed]:
@@ -446,6 +429,9 @@ def _notices(report: Report, repeated: int, missing: list[str]) -> list[str]:
         out.append("Some runs have no commit recorded: whether they ran the same code is not known.")
     if part := [f"{_at(c)} {c.complete} of {len(c.used)}" for c in cells if 0 < c.complete < len(c.used)]:
         out.append(f"Seeds without a finite result: {_some(part, 6)}. Medians are of the others.")
+    steps = {id(c): sorted({run.number("steps") for run in c.used if run.status == "complete"} - {None}) for c in cells}
+    if uneven := [f"{_at(c)} {steps[id(c)][0]:.0f} to {steps[id(c)][-1]:.0f}" for c in cells if len(steps[id(c)]) > 1]:
+        out.append(f"Seeds of one cell were trained for different numbers of steps: {_some(uneven, 6)}.")
     if halved := [run.name for run in report.runs if "micro_batch" in run.summary]:
         why = "ran in smaller micro-batches after running out of memory: same steps, other costs"
         out.append(f"{_count(len(halved), 'run')} {why} ({_some(halved, 4)}).")

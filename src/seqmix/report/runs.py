@@ -1,22 +1,25 @@
-"""Run folders, read back. Nothing is trusted to be there: a killed job leaves what it had written until then."""
+"""Run folders, read back. Nothing is trusted to be there: a killed job leaves what it had written until then.
+
+One broken file costs one run at most: the run is `unreadable` or lacks what the file should have said, the file is named.
+"""
 
 from __future__ import annotations
 
 import csv
-import json
 import math
-import os
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-import yaml
+from seqmix.folders import read_file, walk
+from seqmix.identity import flat
 
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml where PyYAML has it: ten times as fast
-NOT_RUNS = {"wandb", "checkpoints", ".hydra", ".submitit", "report"}  # folders in which no run folder lies
-STATUSES = ("complete", "diverged", "oom", "killed", "interrupted", "failed", "unfinished")
+STATUSES = ("complete", "diverged", "oom", "killed", "interrupted", "failed", "unfinished", "unreadable")
+# keys with which the report calculates
+NUMBERS = ("seed", "optimizer.lr", "task.seq_len", "task.batch_size", "task.eval_batch_size", "trainer.max_steps",
+           "trainer.val_check_interval")  # fmt: skip
 PATHS = re.compile(rf"(?<![\w./-]){re.escape(str(Path.home()))}(?=/|\b)") if str(Path.home()) != "/" else None
 
 
@@ -25,7 +28,9 @@ class Run(NamedTuple):
 
     name: its path under the folder that was asked for. config: flat, `{"task.seq_len": 64, ...}`, resolved.
     choices: of each config group. overrides: as typed, or None where nothing has recorded them. status: one of STATUSES;
-    "unfinished" where no summary.json tells the end. curves: metric -> [(step, value)], non-finite values as they are.
+    "unfinished" where no summary.json tells the end, "unreadable" where a file does not tell what was run (`error` names
+    it). curves: metric -> [(step, value)], non-finite values as they are. left_out: the first value of metrics.csv that is
+    no number, with its line, or "".
     """
 
     name: str
@@ -38,6 +43,7 @@ class Run(NamedTuple):
     error: str
     curves: dict[str, list[tuple[int, float]]]
     written: float  # seconds since the epoch of the last word about its state
+    left_out: str = ""
 
     @property
     def model(self) -> str:
@@ -87,7 +93,7 @@ def command(overrides: Iterable[str], multirun: bool = False) -> str:
 def find_runs(places: Iterable[Path]) -> list[Run]:
     """Every run in `places` (run folders, sweeps, or folders of those), in natural order of the paths.
 
-    ValueError for a place that is not there, and where there is no run at all.
+    ValueError for a place that is not there, and where there is no run, or none that can be read.
     """
     places = [Path(place) for place in places]
     found: dict[Path, str] = {}
@@ -100,16 +106,26 @@ def find_runs(places: Iterable[Path]) -> list[Run]:
             found.setdefault(folder.resolve(), name if len(places) == 1 else f"{place.resolve().name}/{inside}")
     if not found:
         raise ValueError(f"no run folder (one with config.yaml or .hydra/config.yaml) in {', '.join(map(str, places))}")
-    return [read_run(folder, name) for folder, name in found.items()]
+    runs = [_read_or_not(folder, name) for folder, name in found.items()]
+    if all(run.status == "unreadable" for run in runs):
+        raise ValueError(runs[0].error)
+    return runs
+
+
+def _read_or_not(folder: Path, name: str) -> Run:
+    try:
+        return read_run(folder, name)
+    except ValueError as error:
+        said = str(error).replace(f"{folder}/", f"{name}/")
+        return Run(name, folder, {}, {}, None, {}, "unreadable", tidy(said), {}, 0.0)
 
 
 def _walk(place: Path) -> list[Path]:
     folders = []
-    for folder, children, files in os.walk(place):
-        if "config.yaml" in files or "summary.json" in files or (Path(folder) / ".hydra/config.yaml").is_file():
-            folders.append(Path(folder))
+    for folder, children, files in walk(place):
+        if "config.yaml" in files or "summary.json" in files or (folder / ".hydra/config.yaml").is_file():
+            folders.append(folder)
             children.clear()
-        children[:] = [child for child in children if child not in NOT_RUNS]
     return sorted(folders, key=lambda path: [(int(p), "") if p.isdigit() else (math.inf, p) for p in _parts(path)])
 
 
@@ -118,29 +134,42 @@ def _parts(path: Path) -> list[str]:
 
 
 def not_started(places: Iterable[Path]) -> list[str]:
-    """Jobs that the sweeps in `places` have recorded (sweep.json) and that have no folder yet: what tells each apart."""
-    missing = []
+    """Notices of the jobs that the sweeps in `places` have recorded (sweep.json) and that have no folder yet."""
+    missing, notices = [], []
     for place in map(Path, places):
         for record in sorted({*place.glob("sweep.json"), *place.glob("*/sweep.json")}):
-            jobs = json.loads(record.read_text(encoding="utf-8")).get("jobs", [])
-            common = set.intersection(*({*job["overrides"]} for job in jobs)) if len(jobs) > 1 else set()
-            for job in jobs:
-                if not (record.parent / Path(job["folder"]).name).is_dir():
-                    missing.append(" ".join(override for override in job["overrides"] if override not in common))
-    return missing
+            try:
+                jobs = read_file(record)["jobs"]
+                common = set.intersection(*({*job["overrides"]} for job in jobs)) if len(jobs) > 1 else set()
+                for job in jobs:
+                    if not (record.parent / Path(job["folder"]).name).is_dir():
+                        missing.append(" ".join(override for override in job["overrides"] if override not in common))
+            except (ValueError, KeyError, TypeError) as error:
+                why = error if isinstance(error, ValueError) else f"{record} is not the record of a sweep"
+                notices.append(f"Jobs that have not started are not known: {tidy(str(why))}.")
+    if missing:
+        jobs = "1 job" if len(missing) == 1 else f"{len(missing)} jobs"
+        notices.insert(0, f"{jobs} of the sweep not started yet: {'; '.join(missing[:3])}{' …' * (len(missing) > 3)}.")
+    return notices
 
 
 def read_run(folder: Path, name: str) -> Run:
-    """The run in `folder`. ValueError where a config cannot be parsed: then nothing can be said about it."""
+    """The run in `folder`. ValueError, which names the file, where one cannot be read that says what was run."""
     resolved = folder / "config.yaml"
     composed = folder / ".hydra/config.yaml"
-    config = flat(_yaml(resolved)) if resolved.is_file() else _resolve(flat(_yaml(composed)) if composed.is_file() else {})
-    hydra = _yaml(folder / ".hydra/hydra.yaml") if (folder / ".hydra/hydra.yaml").is_file() else {}
-    overrides = _yaml(folder / ".hydra/overrides.yaml") if (folder / ".hydra/overrides.yaml").is_file() else None
-    chosen = dict(hydra.get("hydra", {}).get("runtime", {}).get("choices", {}))
-    typed = dict(text.lstrip("+").split("=", 1) for text in overrides or [] if "=" in text)
+    config = flat(read_file(resolved)) if resolved.is_file() else _resolve(flat(_optional(composed, dict)))
+    for key in NUMBERS:
+        value = config.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ValueError(f"{resolved if resolved.is_file() else composed}: {key} is {value!r}, not a number")
+    hydra = flat(_optional(folder / ".hydra/hydra.yaml", dict))
+    overrides = _optional(folder / ".hydra/overrides.yaml", list) if (folder / ".hydra/overrides.yaml").is_file() else None
+    choices = "hydra.runtime.choices."
+    chosen = {key.removeprefix(choices): value for key, value in hydra.items() if key.startswith(choices)}
+    typed = dict(text.lstrip("+").split("=", 1) for text in map(str, overrides or []) if "=" in text)
     choices = {g: str(chosen.get(g) or typed.get(g)) for g in ("model", "task", "size") if chosen.get(g) or typed.get(g)}
     summary, status, error = _summary(folder)
+    curves, left_out = read_curves(folder / "metrics.csv")
     marks = [folder / "summary.json", folder / "metrics.csv", resolved]
     return Run(
         name=name,
@@ -151,8 +180,9 @@ def read_run(folder: Path, name: str) -> Run:
         summary=summary,
         status=status,
         error=error,
-        curves=read_curves(folder / "metrics.csv"),
+        curves=curves,
         written=next((path.stat().st_mtime for path in marks if path.is_file()), 0.0),
+        left_out=left_out,
     )
 
 
@@ -162,11 +192,14 @@ def _summary(folder: Path) -> tuple[dict, str, str]:
         last = _last_line(folder / "train.log") or _last_line(folder / "output.log") or "(nothing)"
         return {}, "unfinished", f"no summary.json; the log ends: {last}"
     try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
-        status = summary.get("status", "unfinished")
-    except (json.JSONDecodeError, AttributeError) as error:
-        return {}, "unfinished", f"summary.json cannot be read ({error})"
-    return summary, str(status), tidy(str(summary.get("error") or ""))
+        summary = read_file(path)
+    except ValueError as error:
+        return {}, "unfinished", str(error).replace(f"{folder}/", "")
+    return summary, str(summary.get("status", "unfinished")), tidy(str(summary.get("error") or ""))
+
+
+def _optional(path: Path, kind: type) -> dict | list:
+    return read_file(path, kind) if path.is_file() else kind()
 
 
 def _last_line(path: Path) -> str:
@@ -174,38 +207,32 @@ def _last_line(path: Path) -> str:
     return tidy(next((line.strip() for line in reversed(lines) if line.strip()), ""))[:300]
 
 
-def read_curves(path: Path) -> dict[str, list[tuple[int, float]]]:
-    """metrics.csv by column. A last line cut short by a kill is left out."""
+def read_curves(path: Path) -> tuple[dict[str, list[tuple[int, float]]], str]:
+    """metrics.csv by column, and the first value in it that is no number, which is left out as all such are.
+
+    A last line cut short by a kill is left out, too.
+    """
     if not path.is_file():
-        return {}
+        return {}, ""
     text = path.read_text(encoding="utf-8", errors="replace")
-    rows = list(csv.reader(text[: text.rfind("\n") + 1].splitlines()))
-    if not rows:
-        return {}
-    header = rows[0]
-    if "step" not in header:
-        return {}
+    rows = csv.reader(text[: text.rfind("\n") + 1].splitlines())
     curves: dict[str, list[tuple[int, float]]] = {}
-    at = header.index("step")
-    for row in rows[1:]:
-        if len(row) != len(header):
-            continue
-        for name, value in zip(header, row, strict=True):
-            if value and name not in ("step", "epoch"):
-                curves.setdefault(name, []).append((int(row[at]), float(value)))
-    return curves
-
-
-def flat(config: Mapping, prefix: str = "") -> dict[str, object]:
-    """{"task": {"seq_len": 64}} -> {"task.seq_len": 64}; a list stays one value, as JSON; an empty mapping is None."""
-    out: dict[str, object] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            out |= flat(value, f"{prefix}{key}.")
-        else:
-            empty = isinstance(value, Mapping)
-            out[f"{prefix}{key}"] = None if empty else json.dumps(value) if isinstance(value, list) else value
-    return out
+    left_out = ""
+    try:
+        header = next(rows, [])
+        at = header.index("step") if "step" in header else None
+        for row in rows:
+            if at is None or len(row) != len(header):
+                continue
+            for name, value in zip(header, row, strict=True):
+                if value and name not in ("step", "epoch"):
+                    try:
+                        curves.setdefault(name, []).append((int(row[at]), float(value)))
+                    except ValueError:
+                        left_out = left_out or f"line {rows.line_num}, {name}={value!r} at step={row[at]!r}"
+    except csv.Error as error:
+        left_out = left_out or f"line {rows.line_num}: {error}"
+    return curves, left_out
 
 
 def _resolve(config: dict[str, object]) -> dict[str, object]:
@@ -220,13 +247,6 @@ def _resolve(config: dict[str, object]) -> dict[str, object]:
 
 def tidy(text: str) -> str:
     return PATHS.sub("~", text) if PATHS else text
-
-
-def _yaml(path: Path):
-    try:
-        return yaml.load(path.read_text(encoding="utf-8"), Loader=LOADER) or {}
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not YAML: {error}") from error
 
 
 def _module(target: object) -> str:

@@ -14,6 +14,7 @@ LABELS = {
     "interrupted": "interrupted",
     "failed": "failed",
     "unfinished": "unfinished",
+    "unreadable": "unreadable",
 }
 
 

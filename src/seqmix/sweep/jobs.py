@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import math
 import os
+import re
 import secrets
 import signal
 import sys
@@ -13,8 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf, open_dict
+from hydra.core.override_parser.types import Quote, QuotedString
+from omegaconf import DictConfig, OmegaConf
 
+from seqmix.folders import read_file
+
+log = logging.getLogger(__name__)
+ENDS = ("complete", "failed", "oom", "diverged", "interrupted", "killed")  # how a job can have ended, in its summary.json
 PARENT = "SEQMIX_SWEEP"  # set for the process of a job: the process id of its sweep
 GONE = {-signal.SIGINT, -signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGTERM}
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -58,20 +65,19 @@ def in_a_sweep() -> bool:
     return True
 
 
-def take_up(cfg: DictConfig, folder: Path) -> dict | None:
-    """Of a job whose folder is there from an earlier time: its summary if it is complete; else `cfg.ckpt` is set to
-    its last.ckpt, if there is one, and what else it said of itself is forgotten."""
+def take_up(folder: Path) -> tuple[dict | None, Path | None]:
+    """What the folder of a job holds from an earlier time: (its summary if it is complete, its last.ckpt if there is one).
+
+    What an unfinished job said of itself is removed.
+    """
     summary = read_summary(folder)
     if summary.get("status") == "complete":
-        return summary
-    last = folder / "checkpoints" / "last.ckpt"
-    if last.is_file():
-        with open_dict(cfg):
-            cfg.ckpt = str(last)
+        return summary, None
     if PARENT not in os.environ:  # else the sweep has done it, and other ranks may have written since
         (folder / "summary.json").unlink(missing_ok=True)
         os.environ |= wandb_names(folder)
-    return None
+    last = folder / "checkpoints" / "last.ckpt"
+    return None, last if last.is_file() else None
 
 
 def wandb_names(folder: Path) -> dict[str, str]:
@@ -110,17 +116,26 @@ def outcome(exit_code: int, summary: Mapping, last_line: str) -> tuple[str, str 
 
 
 def read_summary(folder: Path) -> dict:
-    """summary.json, or {} where there is none, or one cut short."""
+    """summary.json, or {} where there is none; also, with a warning, where it cannot be read (cut short by a full disk)."""
+    path = folder / "summary.json"
+    if not path.exists():
+        return {}
     try:
-        return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+        return read_file(path)
+    except ValueError as error:
+        log.warning("%s; its run counts as not ended", error)
         return {}
 
 
 def read_jobs(sweep: Path) -> list[Job]:
-    """The jobs in sweep.json, or [] where there is none."""
+    """The jobs in sweep.json, or [] where there is none. ValueError, which names the file, where it is broken."""
     path = sweep / "sweep.json"
-    return [Job(**job) for job in json.loads(path.read_text(encoding="utf-8"))["jobs"]] if path.exists() else []
+    if not path.exists():
+        return []
+    try:
+        return [Job(**job) for job in read_file(path)["jobs"]]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not the record of a sweep ({type(error).__name__}: {error})") from error
 
 
 def accuracy(summary: Mapping) -> float | None:
@@ -163,12 +178,13 @@ def halved(cfg: DictConfig, times: int) -> list[str]:
 def prepare(folder: Path, cfg: DictConfig, hydra: DictConfig, overrides: list[str]) -> None:
     """What a report needs to place a job, also one that dies before it can write it; the job writes it again."""
     (folder / ".hydra").mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(cfg, folder / "config.yaml")
+    if not (folder / "checkpoints" / "last.ckpt").is_file():  # else the job has written it, and what it was resumed over
+        OmegaConf.save(cfg, folder / "config.yaml")
     OmegaConf.save(OmegaConf.create({"hydra": hydra}), folder / ".hydra" / "hydra.yaml")
     OmegaConf.save(OmegaConf.create(overrides), folder / ".hydra" / "overrides.yaml")
     (folder / "summary.json").unlink(missing_ok=True)
 
 
 def quoted(value: str) -> str:
-    """A value that Hydra's grammar takes as it is."""
-    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    """A value that Hydra's grammar takes as it is, and OmegaConf too."""
+    return QuotedString(re.sub(r"(\\*)\$\{", r"\1\1\\${", value), Quote.single).with_quotes()

@@ -1,11 +1,14 @@
-"""Names that follow from the config: the same run has the same folder, and the same command the same sweep.
+"""Names that follow from the config: the same job has the same folder, and the same command the same sweep.
 
 outputs/sweeps/<swept keys>-<hash>/<model>-<task>-L<length>-s<seed>-<hash>/
-outputs/sweeps/model-seq_len-seed-3fa9c1d27b/mamba-selective_copy-L64-s0-8d2f6b01ce/
+outputs/sweeps/model-seed-seq_len-3fa9c1d27b/mamba-selective_copy-L64-s0-8d2f6b01ce/
+
+What makes two jobs the same is the question `job` of seqmix.identity.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import json
@@ -14,10 +17,13 @@ from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-NOT_THE_RUN = ("logger", "ckpt", "show")  # where numbers go and where a run goes on from: the run stays the same
-NOT_THE_SWEEP = ("n_trials", "n_jobs")  # more trials of the same search go on in its folder
+from seqmix.identity import checkpoint_mark, flat, matters, settings
+
+NOT_THE_SWEEP = ("n_trials", "n_jobs")  # a search that is given more trials continues in its folder
 
 
 def resolved(cfg: DictConfig, folder: Path | str) -> DictConfig:
@@ -38,9 +44,16 @@ def resolved(cfg: DictConfig, folder: Path | str) -> DictConfig:
 
 
 def run_id(cfg: DictConfig) -> str:
-    """Ten hex digits of the resolved config, without its loggers and the paths of its folder."""
-    plain = OmegaConf.to_container(resolved(cfg, ""))
-    return _digest({key: value for key, value in plain.items() if key not in NOT_THE_RUN})
+    """Ten hex digits of what makes a job the same: its resolved config, without the paths of its folder, and what the files
+    hold now that it names: the checkpoint, and those of its task (`Task.file_facts`)."""
+    own = resolved(cfg, "")
+    job = settings(flat(OmegaConf.to_container(own)), "job")
+    if job.get("ckpt") not in (None, "last"):
+        job["ckpt"] = checkpoint_mark(Path(str(job["ckpt"])))
+    with contextlib.suppress(InstantiationException):  # a task that cannot be: its job says why
+        if files := instantiate(own.task, _convert_="all").file_facts():
+            job["files"] = files
+    return _digest(job)
 
 
 def run_folder(*, _root_: DictConfig) -> str:
@@ -51,22 +64,21 @@ def run_folder(*, _root_: DictConfig) -> str:
 
 
 def sweep_name(*, _root_: DictConfig) -> str:
-    """`${sweep_name:}`: of what was typed and of the defaults it was typed over; the order does not count."""
+    """`${sweep_name:}`: of what was typed, in any order, and of the defaults that it was typed over."""
     typed = OverridesParser.create().parse_overrides(list(_root_.hydra.overrides.task))
-    typed = [o for o in typed if o.get_key_element().lstrip("+~").split(".")[0] not in NOT_THE_RUN]
+    typed = [o for o in typed if matters(o.key_or_group, "job")]
     sweeper = OmegaConf.to_container(_root_.hydra.sweeper, resolve=False)
-    with_params = [*(sweeper.get("params") or {}), *(o.get_key_element() for o in typed if o.is_sweep_override())]
-    swept = dict.fromkeys(key.rsplit(".", 1)[-1] for key in with_params)  # in order, once
-    preset = [str(o.value()) for o in typed if o.get_key_element() == "experiment" and not o.is_sweep_override()]
+    with_params = [*(sweeper.get("params") or {}), *(o.key_or_group for o in typed if o.is_sweep_override())]
+    swept = sorted({key.rsplit(".", 1)[-1] for key in with_params})
+    preset = [str(o.value()) for o in typed if o.key_or_group == "experiment" and not o.is_sweep_override()]
     base = copy.deepcopy(_root_)
     with read_write(base), open_dict(base):
-        for key in ("hydra", *NOT_THE_RUN):
-            base.pop(key, None)
+        del base["hydra"]
     digest = _digest(
         {
             "typed": sorted(o.input_line for o in typed),
             "sweeper": {key: value for key, value in sweeper.items() if key not in NOT_THE_SWEEP},
-            "base": OmegaConf.to_container(base, resolve=False),
+            "base": settings(flat(OmegaConf.to_container(base, resolve=False)), "job"),
         }
     )
     return f"{_tame('-'.join(preset or swept or ['sweep']), 60)}-{digest}"

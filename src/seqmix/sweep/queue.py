@@ -7,7 +7,6 @@ all that its processes have printed. The parent trains nothing and touches no GP
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import shlex
@@ -23,10 +22,13 @@ from typing import NamedTuple
 import torch
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import HydraContext
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict
 
+from seqmix.display import refuse
+from seqmix.folders import lock
 from seqmix.sweep import table
 from seqmix.sweep.jobs import (
+    ENDS,
     PARENT,
     Job,
     accuracy,
@@ -61,16 +63,27 @@ class Settings:
     max_failures: int | None
     on_oom: str
     skip: Sequence[str]
-    runner: Sequence[str]
+    runner: Sequence[str | int]
     grace_seconds: float
 
     def __post_init__(self):
         for name, least in (("n_jobs", 1), ("gpus_per_job", 1), ("threads", 1), ("retries", 0), ("max_failures", 1)):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < least):
+            if value is None and name in ("n_jobs", "threads", "max_failures"):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"hydra.launcher.{name} must be an integer of at least {least}, got {value!r}")
+        if not self.grace_seconds >= 0:
+            raise ValueError(f"hydra.launcher.grace_seconds must be at least 0, got {self.grace_seconds!r}")
         if self.on_oom not in ("record", "halve"):
             raise ValueError(f"hydra.launcher.on_oom must be record or halve, got {self.on_oom!r}")
+        if isinstance(self.skip, str) or not {"complete"} <= {*self.skip} <= {*ENDS}:
+            raise ValueError(
+                f"hydra.launcher.skip must be a list of {', '.join(ENDS)}, with complete among them, got {self.skip!r}; to run "
+                "complete jobs again name another hydra.sweep.dir"
+            )
+        if isinstance(self.runner, str):
+            raise ValueError(f"hydra.launcher.runner must be a list of words, got {self.runner!r}")
 
 
 class Running(NamedTuple):
@@ -85,7 +98,7 @@ class Queue:
     """The jobs of one sweep, in the order in which they were asked for.
 
     A job that is complete in its folder is skipped. An unfinished one goes on from its last.ckpt. The sweep's folder is
-    locked until the last of its processes has ended, so that no two write to it.
+    locked until the last of its processes has ended, so that no two sweeps write to it.
     """
 
     def __init__(self, settings: Settings, config: DictConfig, context: HydraContext, script: Path):
@@ -105,24 +118,24 @@ class Queue:
 
         SystemExit: 130 or 143 after Ctrl-C or SIGTERM, 1 where max_failures have been reached; after the table.
         """
-        with self._locked() as lock:
-            record = self._record()
-            jobs, configs = self._compose(asked, first_number, record["jobs"])
-            unique = list({job.run_id: job for job in jobs}.values())
-            record["jobs"] |= {job.run_id: job for job in unique}
-            self._skip_complete(unique)
-            with table.Live(self.folder, unique, self.n_jobs) as live:
-                stopped = self._work(unique, configs, record, lock, live)
-            if stopped:
-                table.show(self.folder, unique)
-                log.warning("%s; the same command goes on from here", stopped[1])
-                raise SystemExit(stopped[0])
+        descriptor = lock(self.folder)
+        record = self._record()
+        jobs, configs = self._compose(asked, first_number, record["jobs"])
+        unique = list({job.run_id: job for job in jobs}.values())
+        record["jobs"] |= {job.run_id: job for job in unique}
+        self._skip_complete(unique)
+        with table.Live(self.folder, unique, self.n_jobs) as live:
+            stopped = self._work(unique, configs, record, descriptor, live)
+        if stopped:
+            table.show(self.folder, unique)
+            log.warning("%s; the same command goes on from here", stopped[1])
+            raise SystemExit(stopped[0])
         values = {job.run_id: objective(read_summary(job.path)) for job in unique}
         return [
             JobReturn(overrides=job.overrides, status=JobStatus.COMPLETED, _return_value=values[job.run_id]) for job in jobs
         ]
 
-    def _work(self, jobs: list[Job], configs: dict, record: dict, lock: int, live: table.Live) -> tuple[int, str] | None:
+    def _work(self, jobs: list[Job], configs: dict, record: dict, descriptor: int, live: table.Live) -> tuple[int, str] | None:
         """Until no job is left; or why it has stopped before: (exit code, reason)."""
         waiting = [job for job in jobs if job.status == "queued"]
         running: list[Running] = []
@@ -133,7 +146,7 @@ class Queue:
                 while waiting and len(running) < self.n_jobs and not too_many:
                     job = waiting.pop(0)
                     slot = min(set(range(self.n_jobs)) - {at.slot for at in running})
-                    running.append(self._start(job, configs[job.run_id], slot, lock))
+                    running.append(self._start(job, configs[job.run_id], slot, descriptor))
                     self._save(record)
                     live.started(job)
                 if not running:
@@ -159,11 +172,16 @@ class Queue:
 
     def _compose(self, asked: Sequence[Sequence[str]], first: int, known: dict[str, Job]) -> tuple[list[Job], dict]:
         jobs, configs = [], {}
+        owners = {job.folder: job.run_id for job in known.values()}
         for number, overrides in enumerate(asked, first):
             cfg = self.context.config_loader.load_sweep_config(self.config, list(overrides))
+            with open_dict(cfg.hydra.job):
+                cfg.hydra.job.num, cfg.hydra.job.id = number, str(number)
             name = run_id(cfg)
             if name not in configs:
                 folder = self.folder / str(cfg.hydra.sweep.subdir)
+                if owners.setdefault(str(folder), name) != name:
+                    refuse(f"hydra.sweep.subdir: {folder} would hold two runs; leave it out, or tell the runs apart in it")
                 before = known.get(name)
                 job = Job(number, name, str(folder), list(overrides), seen=time.time())
                 job.halvings = before.halvings if before else 0
@@ -184,14 +202,15 @@ class Queue:
         if other:
             log.warning("%d of the skipped jobs were run by other code; for new results name a new hydra.sweep.dir", other)
 
-    def _start(self, job: Job, config: tuple[DictConfig, DictConfig], slot: int, lock: int) -> Running:
+    def _start(self, job: Job, config: tuple[DictConfig, DictConfig], slot: int, descriptor: int) -> Running:
         cfg, hydra = config
         job.status, job.error, job.attempts = "running", None, job.attempts + 1
         prepare(job.path, cfg, hydra, job.overrides)
         own = [o for o in self.config.hydra.overrides.hydra if not o.startswith(OF_THE_SWEEP)]
         overrides = [*job.overrides, *halved(cfg, job.halvings), *own]
-        line = [sys.executable, *self.settings.runner, str(self.script), *overrides]
+        line = [sys.executable, *map(str, self.settings.runner), str(self.script), *overrides]
         line += ["hydra.mode=RUN", f"hydra.run.dir={quoted(job.folder)}"]
+        line += [f"++hydra.job.num={job.number}", f"++hydra.job.id={job.number}"]
         env = os.environ | {
             PARENT: str(os.getpid()),
             "PYTHONUNBUFFERED": "1",
@@ -208,7 +227,7 @@ class Queue:
             process = subprocess.Popen(
                 line, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env,
                 start_new_session=True,  # Ctrl-C reaches a job through this process, once
-                pass_fds=[lock],
+                pass_fds=[descriptor],
             )  # fmt: skip
         return Running(job, process, slot, gpus, time.monotonic())
 
@@ -267,16 +286,6 @@ class Queue:
 
     def _save(self, record: dict) -> None:
         write_json(record | {"jobs": [asdict(job) for job in record["jobs"].values()]}, self.folder / "sweep.json")
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[int]:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / ".lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise SystemExit(f"error: a sweep is still running in {self.folder}") from None
-            yield file.fileno()
 
 
 @contextlib.contextmanager

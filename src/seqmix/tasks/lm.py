@@ -1,21 +1,21 @@
 """Language modelling: say the next token, on text cut into train, val and test before anything else is done to it."""
 
-import codecs
 import hashlib
 import io
 import math
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from seqmix.tasks import corpus, rng
-from seqmix.tasks.base import IGNORE, Batch, Task, one_of, whole
+from seqmix.tasks.base import IGNORE, Batch, Task, one_of, string, whole
+from seqmix.tasks.token_file import TokenFile
 
 ON_DEVICE = 1 << 30  # bytes of token ids that are copied to the accelerator; more stay in main memory
-CHUNK = 1 << 20  # characters encoded at a time, tokens checked at a time
+CHUNK = 1 << 20  # characters encoded at a time
+CHECKED = 1 << 16  # tokens checked and counted at a time: so few that what is freed leaves no mark on the run's peak memory
 KINDS = {"uint8": 0xFF, "int16": 0xFFFF, "int32": 0xFFFFFFFF, "int64": -1}  # how ids are kept, and what to mask
 
 
@@ -46,13 +46,14 @@ class LanguageModeling(Task):
         seq_len: L, tokens in a row.
         split: the shares of train, val and test.
         max_bytes: read no more of the source than this; None for all of it.
-        text_field: the entry of a .jsonl line, or of a row of the hub, that is text.
-        encoding: of text files, where they are read as text: tokenizer="bpe" and .jsonl.
+        text_field: the entry of a JSON line, or of a row of the hub, that is text.
+        encoding: of files, where they are read as text: tokenizer="bpe", and JSON lines.
         dtype: of .bin files.
 
     Raises:
         ValueError: by name and number, for settings that cannot be, in the constructor; for data that do not fit them
-            (too short, ids out of range, bytes that are not text), in `setup`.
+            (too short, of one symbol, ids out of range, bytes that are not text) or are damaged, in `setup`.
+        OSError, ImportError: for data that cannot be read or fetched, in `setup`.
     """
 
     def __init__(
@@ -85,29 +86,33 @@ class LanguageModeling(Task):
             num_workers=num_workers,
             make_on=make_on,
         )
-        self.source = source
+        self.source = string("source", source)
         self.tokenizer = one_of("tokenizer", tokenizer, ("byte", "bpe", "ids"))
         self.vocab_size = whole("vocab_size", vocab_size, 2)
         self.seq_len = whole("seq_len", seq_len, 1)
-        self.split = [float(share) for share in split]
         self.max_bytes = None if max_bytes is None else whole("max_bytes", max_bytes, 1)
-        self.text_field, self.encoding = text_field, encoding
+        self.text_field, self.encoding = string("text_field", text_field), string("encoding", encoding)
         self.dtype = one_of("dtype", dtype, ("uint8", "uint16", "int16", "int32", "uint32", "int64"))
-        if len(self.split) != 3 or min(self.split) <= 0 or not math.isclose(sum(self.split), 1, abs_tol=1e-6):
-            raise ValueError(f"split={self.split} is not three positive shares that sum to 1")
+        try:
+            self.split = [float(share) for share in split]
+            good = len(self.split) == 3 and min(self.split) > 0 and math.isclose(sum(self.split), 1, abs_tol=1e-6)
+        except (TypeError, ValueError):
+            good = False
+        if not good:
+            raise ValueError(f"split={split!r} is not three positive shares that sum to 1")
         if tokenizer == "byte" and vocab_size != 256:
             raise ValueError(f"vocab_size={vocab_size}, but bytes are 256; a larger vocabulary is tokenizer=bpe")
         if tokenizer == "bpe" and vocab_size <= 256:
             raise ValueError(f"vocab_size={vocab_size} <= 256, the bytes that tokenizer=bpe begins with")
         try:
-            codecs.lookup(encoding)
+            "".encode(encoding)
         except LookupError as error:
-            raise ValueError(f"encoding={encoding!r} is not known to Python") from error
+            raise ValueError(f"encoding={encoding!r} is no encoding of text that Python knows") from error
         self.vocabulary = {"size": vocab_size, "tokenizer": tokenizer}
         if tokenizer == "byte":
             self.token_bytes = torch.ones(256, dtype=torch.int64)
         self._files = self._check_source()
-        self._tokens: dict[str, Tensor] = {}
+        self._tokens: dict[str, Tensor | TokenFile] = {}
         self._moved: dict[str, dict[str, Tensor]] = {}
         self._facts: dict = {}
         self._bpe = None
@@ -126,10 +131,12 @@ class LanguageModeling(Task):
                 raise ValueError(f"source={self.source!r} is some 50 GB; say how much of it: max_bytes=1000000000")
             return []
         files = corpus.find(self.source)
-        if corpus.holds_ids(files) != (self.tokenizer == "ids"):
-            want = "byte or bpe" if self.tokenizer == "ids" else "ids"
+        if corpus.holds_ids(files) and self.tokenizer != "ids":
+            raise ValueError(f"source={self.source!r} holds token ids, not text; write tokenizer=ids")
+        if not corpus.holds_ids(files) and self.tokenizer == "ids":
             raise ValueError(
-                f"source={self.source!r} does not go with tokenizer={self.tokenizer}; write tokenizer={want}"
+                f"source={self.source!r}: tokenizer=ids reads .bin and .npy files, not {files[0]!r}; "
+                "for text write tokenizer=byte or bpe"
             )
         return files
 
@@ -158,6 +165,12 @@ class LanguageModeling(Task):
                     + f"; source={self.source!r} has {total} in all, split={self.split}"
                 )
         counts = sum(torch.bincount(chunk, minlength=self.vocab_size) for chunk in self._chunks("train"))
+        if counts.count_nonzero() == 1:
+            one = int(counts.argmax())
+            raise ValueError(
+                f"the train region of source={self.source!r} is token {one} {self.decode([one])!r} throughout: "
+                "nothing can be learned from it"
+            )
         self.chance_token_accuracy = counts.max().item() / counts.sum().item()
         self.chance_sequence_accuracy = self.chance_token_accuracy**self.seq_len
         self._facts = facts | {"tokens": {split: len(tokens) for split, tokens in self._tokens.items()}}
@@ -182,8 +195,8 @@ class LanguageModeling(Task):
         words = {}
         for split, files in texts.items():
             *whole_files, last = files
-            decoded = [corpus.decode(text, self.encoding) for text in whole_files]
-            words[split] = "\n".join([*decoded, corpus.decode(last, self.encoding, cut=self.max_bytes is not None)])
+            decoded = [corpus.decode(text) for text in whole_files]
+            words[split] = "\n".join([*decoded, corpus.decode(last, cut=self.max_bytes is not None)])
         if "all" in words:
             words = self._cut(words["all"])
         self._bpe = trained(words["train"], self.vocab_size)
@@ -192,14 +205,14 @@ class LanguageModeling(Task):
             [len(self._bpe.id_to_token(i)) for i in range(self.vocab_size)]
         )  # a char a byte
         self.vocabulary |= {"sha256": digest}
-        return {split: as_tensor(self._encoded(words[split], digest)) for split in rng.SPLITS}, facts
+        return {split: self._encoded(words[split], digest) for split in rng.SPLITS}, facts
 
-    def _cut(self, whole_text: bytes | str | np.ndarray) -> dict:
+    def _cut(self, whole_text: bytes | str | np.ndarray | TokenFile) -> dict:
         n = len(whole_text)
         first, second = round(n * self.split[0]), round(n * (self.split[0] + self.split[1]))
         return {"train": whole_text[:first], "val": whole_text[first:second], "test": whole_text[second:]}
 
-    def _encoded(self, text: str, digest: str) -> np.ndarray:
+    def _encoded(self, text: str, digest: str) -> TokenFile:
         """The ids of a text, from the cache where they are there."""
         mark = hashlib.sha256(text.encode() + digest.encode()).hexdigest()[:32]
         kept = corpus.cache_folder() / f"ids-{mark}.npy"
@@ -208,31 +221,38 @@ class LanguageModeling(Task):
             out = io.BytesIO()
             np.save(out, pack(np.concatenate([np.array(part, np.int64) for part in ids or [[]]]), self.vocab_size))
             corpus.write_whole(kept, out.getvalue())
-        return np.load(kept, mmap_mode="c")
+        return TokenFile.of(str(kept), self.dtype)
 
-    def _read_ids(self) -> tuple[dict[str, Tensor], dict]:
-        """One token file is mapped into memory and not read; several are read and joined."""
-        arrays = [token_file(file, self.dtype) for file in self._files]
-        ids = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    def _read_ids(self) -> tuple[dict[str, Tensor | TokenFile], dict]:
+        """One token file stays where it is; several are read and joined in memory."""
+        files = [TokenFile.of(file, self.dtype) for file in self._files]
+        ids = files[0] if len(files) == 1 else np.concatenate([np.asarray(file) for file in files])
         if self.max_bytes is not None:
             ids = ids[: self.max_bytes // ids.itemsize]
         digest = hashlib.sha256()
-        for start in range(0, len(ids), CHUNK):
-            chunk = ids[start : start + CHUNK]
+        for start in range(0, len(ids), CHECKED):
+            chunk = np.asarray(ids[start : start + CHECKED])
             digest.update(chunk.tobytes())
             low, high = int(chunk.min()), int(chunk.max())
             if low < 0 or high >= self.vocab_size:
                 worst = low if low < 0 else high
-                place = start + int((chunk == worst).argmax())
-                raise ValueError(
-                    f"id {worst} at token {place} of {self.source!r} is not in 0..vocab_size={self.vocab_size}"
-                )
-        facts = {"sha256": digest.hexdigest(), "bytes": ids.nbytes, "files": len(arrays)}
-        return {split: as_tensor(part) for split, part in self._cut(ids).items()}, facts
+                name, place = self._place(files, start + int((chunk == worst).argmax()))
+                raise ValueError(f"id {worst} at token {place} of {name} is not in 0..vocab_size={self.vocab_size}")
+        facts = {"sha256": digest.hexdigest(), "bytes": ids.nbytes, "files": len(files)}
+        parts = self._cut(ids)
+        return parts if len(files) == 1 else {split: as_tensor(part) for split, part in parts.items()}, facts
+
+    def _place(self, files: list[TokenFile], token: int) -> tuple[str, int]:
+        """The name of the file in which a token of all of them is, and its number there."""
+        for file in files:
+            if token < len(file):
+                break
+            token -= len(file)
+        return file.file.path, token
 
     def _chunks(self, split: str) -> Iterator[Tensor]:
         tokens = self._tokens[split]
-        return (self._widen(tokens[i : i + CHUNK]) for i in range(0, len(tokens), CHUNK))
+        return (self._widen(as_tensor(tokens[i : i + CHECKED])) for i in range(0, len(tokens), CHECKED))
 
     # Rows
 
@@ -252,18 +272,21 @@ class LanguageModeling(Task):
         else:
             start = (index * self._windows(split) // self.eval_rows(split) * L)[:, None]  # (B, 1)
         place = start + torch.arange(L + 1, device=index.device)  # (B, L + 1)
-        window = self._widen(tokens[place.clamp(max=n - 1)])  # (B, L + 1)
+        if isinstance(tokens, TokenFile):
+            window = torch.from_numpy(tokens.windows(start[:, 0].tolist(), L + 1))  # (B, L + 1)
+        else:
+            window = self._widen(tokens[place.clamp(max=n - 1)])  # (B, L + 1)
         return Batch(window[:, :-1], window[:, 1:].masked_fill(place[:, 1:] >= n, IGNORE))
 
     def _widen(self, ids: Tensor) -> Tensor:
         return ids.long() & KINDS[str(ids.dtype).removeprefix("torch.")]
 
-    def _on(self, device: torch.device) -> dict[str, Tensor]:
-        """The tokens on a device, copied there once; the ones in main memory where they are too many."""
+    def _on(self, device: torch.device) -> dict[str, Tensor | TokenFile]:
+        """The tokens on a device, copied there once; where they are too many, the ones in main memory or in their file."""
         if device.type == "cpu" or sum(tokens.nbytes for tokens in self._tokens.values()) > ON_DEVICE:
             return self._tokens
         if str(device) not in self._moved:
-            self._moved[str(device)] = {split: tokens.to(device) for split, tokens in self._tokens.items()}
+            self._moved[str(device)] = {split: as_tensor(tokens).to(device) for split, tokens in self._tokens.items()}
         return self._moved[str(device)]
 
     def teardown(self, stage: str) -> None:
@@ -284,6 +307,9 @@ class LanguageModeling(Task):
             "seq_len": self.seq_len,
             "split": self.split,
         }
+
+    def file_facts(self) -> list[tuple[str, int, int]]:
+        return corpus.file_facts(self.source, self.max_bytes)
 
     def facts(self) -> dict:
         windows = {split: self._windows(split) for split in ("val", "test")}
@@ -309,20 +335,6 @@ class LanguageModeling(Task):
         return ["".join(shown.get(c, c if c.isprintable() else "�") for c in text) for text in texts]
 
 
-def token_file(file: str, dtype: str) -> np.ndarray:
-    """A .bin or .npy file mapped into memory, (n,) of integers. Copy on write: nothing can change the file."""
-    if Path(file).suffix == ".npy":
-        ids = np.load(file, mmap_mode="c")
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise ValueError(f"{file} holds {ids.dtype} of shape {ids.shape}, not one line of integers")
-        return ids
-    kind = np.dtype(dtype).newbyteorder("<")
-    size = Path(file).stat().st_size
-    if size == 0 or size % kind.itemsize:
-        raise ValueError(f"{file} has {size} bytes, not a number of dtype={dtype} ids of {kind.itemsize} bytes each")
-    return np.memmap(file, kind, mode="c")
-
-
 def pack(ids: np.ndarray, vocab_size: int) -> np.ndarray:
     """ids in the smallest type that holds vocab_size of them; ValueError where one is none of them."""
     if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
@@ -330,8 +342,9 @@ def pack(ids: np.ndarray, vocab_size: int) -> np.ndarray:
     return ids.astype(next(kind for kind in (np.uint8, np.uint16, np.int32) if vocab_size - 1 <= np.iinfo(kind).max))
 
 
-def as_tensor(ids: np.ndarray) -> Tensor:
-    """The same memory as a tensor of a type that torch can index; unsigned ids are masked when they are widened."""
+def as_tensor(ids: np.ndarray | Tensor | TokenFile) -> Tensor:
+    """The ids in a type that torch can index, without a copy if they are in memory; unsigned ones are masked when widened."""
+    ids = np.asarray(ids)
     ids = ids if ids.dtype.isnative else ids.astype(ids.dtype.newbyteorder("="))
     kind = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}[ids.itemsize]
     return torch.from_numpy(ids.view(kind))
@@ -356,16 +369,24 @@ def trained(text: str, vocab_size: int):
     mark = hashlib.sha256(text.encode()).hexdigest()[:32]
     kept = corpus.cache_folder() / f"bpe-{mark}-{vocab_size}.json"
     if kept.exists():
-        return tokenizers.Tokenizer.from_file(str(kept))
+        try:
+            return tokenizers.Tokenizer.from_file(str(kept))
+        except Exception as error:  # tokenizers raises no other class
+            raise ValueError(f"{kept} is damaged: {error}; remove it, and it is made again") from error
     learnt = tokenizers.Tokenizer(tokenizers.models.BPE())
-    learnt.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     learnt.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
+    # The time it takes grows with the square of the longest word, and text without spaces can be one word: of words that
+    # are longer than any of a natural language, pairs are learnt from parts.
+    parts = tokenizers.pre_tokenizers.Split(tokenizers.Regex(".{256}"), "isolated")
+    learnt.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([words, parts])
     learnt.train_from_iterator(pieces(text), trainer)
+    learnt.pre_tokenizer = words
     if learnt.get_vocab_size() < vocab_size:
         raise ValueError(
             f"vocab_size={vocab_size}, but the train region of {len(text)} characters has pairs for"
