@@ -359,6 +359,24 @@ def test_rows_made_ahead_are_the_same_and_count_when_they_are_handed_out():
     assert take(long, 1) == [[0, 1]], "and not 64 of them, which would not fit"
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("train_samples", [None, 50])
+@pytest.mark.parametrize("task", TASKS, ids=name)
+def test_on_a_gpu_rows_from_a_graph_are_the_rows(task, train_samples):
+    here, there = (copy.copy(task) for _ in range(2))
+    strategy, module = types.SimpleNamespace(root_device=torch.device("cuda")), types.SimpleNamespace(cuda_graph="auto")
+    there.trainer = types.SimpleNamespace(strategy=strategy, lightning_module=module)
+    loaders = []
+    for one in (here, there):
+        one.batch_size, one.train_samples = 3, train_samples
+        loaders.append(TrainLoader(one, "train", 0, 1))
+    for i, (want, got) in enumerate(zip(*(itertools.islice(loader, 3 * AHEAD_BATCHES) for loader in loaders), strict=True)):
+        assert torch.equal(want.inputs, got.inputs.cpu()) and torch.equal(want.targets, got.targets.cpu()), i
+    assert loaders[1]._graph is not None
+    there.teardown("fit")
+
+
 def test_fewer_rows_than_ranks_is_an_error():
     with pytest.raises(ValueError, match="2 rows in val cannot be shared by 3 ranks"):
         len(Loader(SelectiveCopy(eval_samples=2), "val", 0, 3))

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from seqmix.graphs import Graph
 from seqmix.measure import all_finite, first_nonfinite
 from seqmix.metrics import IGNORE, ScoredTokens
 
@@ -88,7 +89,7 @@ class TrainingStep:
         self.report = torch.full((2,), math.nan, device=device)
         self.side = torch.cuda.Stream(device) if self.no_graph is None else None
         self.seen: dict[torch.Size, int] = {}
-        self.graphs: dict[torch.Size, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        self.graphs: dict[torch.Size, Graph] = {}
         self.captured_bytes = 0  # peak of allocated memory while capturing: what replays need
         if self.no_graph is not None and device.type == "cuda":
             log.info("each step is launched kernel by kernel, not as one CUDA graph: %s", self.no_graph)
@@ -123,37 +124,31 @@ class TrainingStep:
                 self._run(inputs, targets)
             torch.cuda.current_stream().wait_stream(self.side)
             return
-        if shape not in self.graphs:
-            try:
-                self.graphs[shape] = self._captured(inputs, targets)
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:
-                self.no_graph = f"it cannot be captured: {str(error).splitlines()[0]}"
-                log.warning("from here on each step runs kernel by kernel: %s", self.no_graph)
-                self._run(inputs, targets)
-                return
-        graph, own_inputs, own_targets = self.graphs[shape]
-        own_inputs.copy_(inputs)
-        own_targets.copy_(targets)
-        graph.replay()
+        if shape not in self.graphs and not self._capture(inputs, targets):
+            self._run(inputs, targets)
+            return
+        self.graphs[shape](inputs, targets)
 
     def _take_rates(self) -> None:
         """The rates stand on the device, where a captured step reads them."""
         rates = torch.tensor([group["lr"] for group in self.optimizer.param_groups], dtype=torch.float32)
         self.rates.copy_(rates, non_blocking=True)
 
-    def _captured(self, inputs: Tensor, targets: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
-        own = inputs.clone(), targets.clone()
-        # no tensor outlives a replay, so the graphs of all shapes can share their memory
-        pool = next((graph.pool() for graph, *_ in self.graphs.values()), None)
-        graph = torch.cuda.CUDAGraph()
+    def _capture(self, inputs: Tensor, targets: Tensor) -> bool:
+        """Whether the step can be captured. Where a model waits for the device, it cannot, and nothing has run."""
         torch.cuda.reset_peak_memory_stats()
-        # thread_local: other threads (NCCL's watchdog) go on asking the device
-        with torch.cuda.graph(graph, pool=pool, stream=self.side, capture_error_mode="thread_local"):
-            self._run(*own)
+        # no tensor outlives a replay, so the graphs of all shapes can share their memory
+        pool = next((other.graph.pool() for other in self.graphs.values()), None)
+        try:
+            self.graphs[inputs.shape] = Graph(self._run, inputs, targets, pool=pool, stream=self.side)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self.no_graph = f"it cannot be captured: {str(error).splitlines()[0]}"
+            log.warning("from here on each step runs kernel by kernel: %s", self.no_graph)
+            return False
         self.captured_bytes = max(self.captured_bytes, torch.cuda.max_memory_allocated())
-        return graph, *own
+        return True
 
     # The step itself
 

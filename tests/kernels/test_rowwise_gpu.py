@@ -124,6 +124,7 @@ def steps():
 
 @pytest.mark.gpu
 @on_gpu
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")  # of leaves made outside of the capture
 @pytest.mark.parametrize("name", ["norm", "gate"])
 def test_a_graph_replays_the_step_bitwise(name):
     step, inputs = steps()[name]

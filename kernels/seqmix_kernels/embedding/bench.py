@@ -33,7 +33,7 @@ def launches(call: Callable[[], object]) -> int:
     """How many kernels, copies and fills a call is."""
     call()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
         call()
         torch.cuda.synchronize()
     return sum(event.device_type == DeviceType.CUDA for event in seen.events())

@@ -7,11 +7,11 @@ Nothing is drawn from a generator, so the rows do not depend on the batch size, 
 has come is one number. The train stream has no end: a run is as long as trainer.max_steps, and an epoch never closes.
 """
 
-import functools
 import itertools
 import shutil
 import time
 from collections.abc import Iterator
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import lightning as L
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from seqmix.graphs import Graph
 from seqmix.tasks import rng
 
 IGNORE = -100  # a target that is not scored; what torch's cross_entropy leaves out
@@ -27,7 +28,7 @@ IGNORE = -100  # a target that is not scored; what torch's cross_entropy leaves 
 ENDLESS = 1 << 40
 AHEAD_BATCHES, AHEAD_BYTES = 64, 16 << 20  # rows made at once: many small kernels cost the same for one batch as for all
 
-shuffled = functools.lru_cache(maxsize=2)(rng.permutation)  # a batch can straddle two passes
+shuffled = lru_cache(maxsize=2)(rng.permutation)  # a batch can straddle two passes
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -305,11 +306,13 @@ class Loader:
         at_once = max(1, min(AHEAD_BATCHES, AHEAD_BYTES // batch_bytes))
         while numbers := list(itertools.islice(order, at_once)):
             rows = [self.index(k) for k in numbers]
-            index = torch.cat(rows)
-            if device.type == "cuda":  # else the copy would wait for all that is queued on the device
-                index = index.pin_memory().to(device, non_blocking=True)
-            made = self.task.sample(self.split, index)
+            made = self._sample(torch.cat(rows), device)
             yield from map(Batch, *(part.split(list(map(len, rows))) for part in made))
+
+    def _sample(self, index: Tensor, device: torch.device) -> Batch:
+        if device.type == "cuda":  # else the copy would wait for all that is queued on the device
+            index = index.pin_memory().to(device, non_blocking=True)
+        return self.task.sample(self.split, index)
 
     def close(self) -> None:
         """Ends the workers; the next iteration starts new ones."""
@@ -318,7 +321,7 @@ class Loader:
         self._workers = None
 
     def __getstate__(self) -> dict:
-        return self.__dict__ | {"_workers": None}
+        return self.__dict__ | {"_workers": None, "_graph": None}
 
 
 class TrainLoader(Loader):
@@ -331,6 +334,7 @@ class TrainLoader(Loader):
     done: int = 0  # batches handed out
     asked_at: float = 0.0  # when the last batch was asked for, by time.perf_counter
     given_at: float = 0.0  # when it was there, or its making was queued on the device
+    _graph: Graph | None = None
 
     def __len__(self) -> int:
         return ENDLESS
@@ -354,6 +358,20 @@ class TrainLoader(Loader):
             self.given_at = time.perf_counter()
             self.done += 1
             yield batch
+
+    def _sample(self, index: Tensor, device: torch.device) -> Batch:
+        """On a GPU the many small kernels that make rows are one CUDA graph, from the second time on."""
+        if self._graph is not None:
+            return self._graph(index.pin_memory())
+        made = super()._sample(index, device)
+        # a run without CUDA graphs (cuda_graph=off) has none here, either
+        if device.type == "cuda" and getattr(self.task.trainer.lightning_module, "cuda_graph", None) == "auto":
+            self._graph = Graph(partial(self.task.sample, self.split), index.to(device))
+        return made
+
+    def close(self) -> None:
+        super().close()
+        self._graph = None
 
     def _stream(self) -> dict:
         return self.task.definition() | {"seed": self.task.seed, "train_samples": self.task.train_samples}
