@@ -19,6 +19,8 @@ def read_records(run_folder: Path) -> list:
             at += left
             continue
         _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        if at + 7 + length > len(data):  # half written
+            break
         parts.append(data[at + 7 : at + 7 + length])
         at += 7 + length
         if kind in (1, 4):  # whole, or the last part

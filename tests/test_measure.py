@@ -33,13 +33,13 @@ def test_a_window_counts_what_ran_inside_it_and_nothing_of_the_pauses():
     clock = Clock()
     timer = measure.WindowTimer(synchronize=lambda: None, clock=clock)
     clock.sleep(1000)  # before the window
-    timer.resume()
+    timer.resume(clock())
     clock.sleep(2)
     timer.add(steps=1, tokens=64, data_seconds=0.5)
     timer.pause()
     clock.sleep(1000)  # evaluation
-    timer.resume()
-    timer.resume()  # a second one changes nothing
+    timer.resume(clock())
+    timer.resume(clock() + 1)  # a second one changes nothing
     clock.sleep(3)
     timer.add(steps=1, tokens=64, data_seconds=0.25)
     assert timer.close() == measure.Window(seconds=5, data_seconds=0.75, steps=2, tokens=128)
@@ -50,7 +50,7 @@ def test_work_still_queued_on_the_device_is_paid_inside_the_window():
     clock = Clock()
     queued = [4.0]
     timer = measure.WindowTimer(synchronize=lambda: clock.sleep(queued.pop() if queued else 0), clock=clock)
-    timer.resume()
+    timer.resume(clock())
     clock.sleep(1)  # the host has launched, the device has 4 s to go
     timer.add(steps=1)
     assert timer.close().seconds == 5
@@ -59,7 +59,7 @@ def test_work_still_queued_on_the_device_is_paid_inside_the_window():
 def test_the_device_is_synchronised_at_edges_only():
     waits = []
     timer = measure.WindowTimer(synchronize=lambda: waits.append(1), clock=Clock())
-    timer.resume()
+    timer.resume(0.0)
     for _ in range(50):
         timer.add(steps=1, tokens=8)
     assert not waits

@@ -71,6 +71,9 @@ def programs(tiles: int, each: int, device: torch.device) -> int:
 
 def why_not(*tensors: Tensor) -> str | None:
     """Why no kernel over rows can run on these tensors, which share a device; None if it can."""
+    for t in tensors:
+        if type(t) not in (Tensor, torch.nn.Parameter):  # a FakeTensor has no memory, a DTensor only a part of its own
+            return f"it takes plain tensors, not {type(t).__name__}"
     device = tensors[0].device
     if os.environ.get("TRITON_INTERPRET") == "1":
         if device.type != "cpu":

@@ -26,7 +26,6 @@ CASES = (
     (1, 50, 70, F32, "uniform", False),
     (17, 40, 1, F32, "uniform", True),
     (0, 40, 4, F32, "uniform", False),
-    (5, 40, 0, F32, "uniform", False),
 )
 
 
@@ -81,6 +80,8 @@ def laws(V, device="cpu"):
     for strided in (weight.detach().t().contiguous().t(), torch.cat((weight.detach(), weight.detach()), 1)[:, :6]):
         assert torch.equal(gradient(tokens, dy, strided.requires_grad_()), want)
     assert torch.equal(gradient(tokens[0, 0], dy[0, 0]), true(tokens[:1, 0], dy[0, :1]))  # no dimension
+    # no columns: torch's own backward reads memory that is not its own there, on a GPU (torch 2.11)
+    assert gradient(tokens, dy[..., :0], integers(V, 0).requires_grad_()).shape == (V, 0)
 
     # a token that is none: a row of NaN and no gradient, and nothing else changes
     odd = tokens.clone()

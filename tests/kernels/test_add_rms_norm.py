@@ -3,7 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
 
+from seqmix_kernels import cross_entropy, embedding, swiglu
 from seqmix_kernels.add_rms_norm import add_rms_norm, which_impl
 
 
@@ -117,3 +119,11 @@ def test_long_rows_are_left_to_torch():
     x, weight = torch.zeros(2, 8193), torch.ones(8193)
     with pytest.raises(ValueError, match="cannot run here: it takes rows of at most 8192 elements, not 8193"):
         add_rms_norm(x, None, weight, impl="fused")
+
+
+def test_tensors_without_memory_take_the_plain_path():
+    """What has no address, or a part of its numbers alone, reaches no kernel: on a GPU that ended the process."""
+    with FakeTensorMode(), torch.device("cuda"):
+        x, weight = torch.empty(3, 8), torch.empty(8)
+        choices = [which_impl(x, x, weight), *(op.which_impl(x) for op in (cross_entropy, embedding, swiglu))]
+    assert choices == [("reference", "fused cannot run: it takes plain tensors, not FakeTensor")] * 4

@@ -5,8 +5,6 @@ forward it walks the logits of its tokens once, keeping the largest so far and Î
 gradient of one tile. Logits of tokens that are not scored are never read.
 """
 
-import os
-
 import torch
 import triton
 import triton.language as tl
@@ -84,17 +82,6 @@ def gradient_kernel(
     dx = d * (p - tl.where(v == target[:, None], 1.0, 0.0))
     # dx may be x: every logit of the tile has been read
     tl.store(dx_ptr + (t * sdx)[:, None] + v, dx.to(dx_ptr.dtype.element_ty), mask=(t < T)[:, None] & (v < width))
-
-
-def why_not(x: Tensor) -> str | None:
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        if x.device.type != "cpu":
-            return "Triton's interpreter is on and the tensors are not on the CPU"
-    elif x.device.type != "cuda":
-        return f"it needs a CUDA device, the tensors are on {x.device.type}"
-    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"it takes float32, bfloat16 and float16, not {x.dtype}"
-    return None
 
 
 def padded(weight: Tensor, dtype: torch.dtype) -> Tensor:

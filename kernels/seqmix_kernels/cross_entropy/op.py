@@ -103,10 +103,10 @@ def which_impl(x: Tensor) -> tuple[str, str]:
 def why_not(x: Tensor) -> str | None:
     """Why the kernels cannot run on hidden states or logits like these; None if they can."""
     try:
-        from . import fused  # imports Triton, which a machine without a GPU may lack
+        from .. import fused_rowwise  # imports Triton, which a machine without a GPU may lack
     except ImportError as missing:
         return f"Triton cannot be imported ({missing})"
-    return fused.why_not(x)
+    return fused_rowwise.why_not(x)
 
 
 def _choose(x: Tensor, impl: str) -> str:
