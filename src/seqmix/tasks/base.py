@@ -271,10 +271,10 @@ class Loader:
             raise ValueError(f"{rows} rows in {self.split} cannot be shared by {self.world_size} ranks")
         return len(range(self.rank, rows, self.world_size))
 
-    def index(self, k: int) -> Tensor:
-        """The rows of batch k. (B,) int64."""
+    def index(self, k: int, count: int = 1) -> Tensor:
+        """The rows of batch k and of the `count - 1` batches after it, one after another. (count · B,) int64."""
         B = self.task.eval_batch_size
-        return torch.arange(k * B, min((k + 1) * B, self._rows())) * self.world_size + self.rank
+        return torch.arange(k * B, min((k + count) * B, self._rows())) * self.world_size + self.rank
 
     def __getitem__(self, k: int) -> Batch:
         return self.task.sample(self.split, self.index(k))
@@ -302,12 +302,11 @@ class Loader:
     def _made_ahead(self) -> Iterator[Batch]:
         """Several batches are made at once and handed out as views."""
         order, device = self.order(), self.task.device
-        batch_bytes = 2 * 8 * self.task.seq_len * len(self.index(0))
-        at_once = max(1, min(AHEAD_BATCHES, AHEAD_BYTES // batch_bytes))
+        B = len(self.index(0))
+        at_once = max(1, min(AHEAD_BATCHES, AHEAD_BYTES // (2 * 8 * self.task.seq_len * B)))
         while numbers := list(itertools.islice(order, at_once)):
-            rows = [self.index(k) for k in numbers]
-            made = self._sample(torch.cat(rows), device)
-            yield from map(Batch, *(part.split(list(map(len, rows))) for part in made))
+            made = self._sample(self.index(numbers[0], len(numbers)), device)
+            yield from map(Batch, *(part.split(B) for part in made))
 
     def _sample(self, index: Tensor, device: torch.device) -> Batch:
         if device.type == "cuda":  # else the copy would wait for all that is queued on the device
@@ -339,11 +338,14 @@ class TrainLoader(Loader):
     def __len__(self) -> int:
         return ENDLESS
 
-    def index(self, k: int) -> Tensor:
+    def index(self, k: int, count: int = 1) -> Tensor:
         B, n = self.task.batch_size, self.task.train_samples
-        start = (k * self.world_size + self.rank) * B
         if n is None:
-            return torch.arange(start, start + B)
+            starts = (torch.arange(k, k + count) * self.world_size + self.rank) * B
+            return (starts[:, None] + torch.arange(B)).flatten()
+        if count > 1:
+            return torch.cat([self.index(i) for i in range(k, k + count)])
+        start = (k * self.world_size + self.rank) * B
         turns = range(start // n, (start + B - 1) // n + 1)  # more than one where a batch straddles two passes
         return torch.cat([shuffled(self.task.seed, n, t)[max(0, start - t * n) : start + B - t * n] for t in turns])
 
