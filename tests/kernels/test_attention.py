@@ -199,6 +199,33 @@ def test_reasons_on_cards_that_are_not_here(monkeypatch, capability, changed, im
         backend._missing.cache_clear()
 
 
+def test_a_choice_holds_for_one_setting_of_deterministic_algorithms(monkeypatch):
+    """cuDNN's backward has no order: where an order is asked for, it is refused, also where it was the fastest before."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "card")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(op.probe, "check", lambda run, case: None)
+    monkeypatch.setattr(op.probe, "milliseconds", lambda run, case: 1.0 if run.args[0] == "cudnn" else 2.0)
+    monkeypatch.setattr(op, "_tried", {})
+    monkeypatch.setattr(op, "_handed", {})
+    op._decide_once.cache_clear()
+    case = Case(torch.device("cuda"), torch.bfloat16, 64, 1, train=True)
+    assert which_impl(case)[0] == "cudnn"
+    torch.use_deterministic_algorithms(True)
+    try:
+        name, reason = which_impl(case)
+        with pytest.raises(ValueError, match="impl='cudnn' cannot run here: it is not deterministic"):
+            op._choose(case, "cudnn")
+        op.take_choices({key: ("cudnn", "in another process") for key in op.tried_choices()})
+        op._decide_once.cache_clear()
+        assert which_impl(case)[0] == name
+    finally:
+        torch.use_deterministic_algorithms(False)
+        op._decide_once.cache_clear()
+    assert name == "flash" and "cudnn: it is not deterministic" in reason
+
+
 def test_auto_on_a_cpu_says_why_not_faster(caplog):
     op._decide_once.cache_clear()
     with caplog.at_level("INFO", "seqmix_kernels"):

@@ -154,7 +154,7 @@ def which_impl(case: Case) -> tuple[str, str]:
 
 
 def _decide_as_constant(*fields) -> tuple[str, str]:
-    return _decide_once(Case(*fields))
+    return _decide_once(Case(*fields), torch.are_deterministic_algorithms_enabled())
 
 
 # torch.compile takes the answer for a constant. This mark is all that torch.compiler.assume_constant_result sets, but
@@ -180,7 +180,8 @@ def take_choices(choices: Mapping[Tried, tuple[str, str]]) -> None:
 
 
 @functools.cache
-def _decide_once(case: Case) -> tuple[str, str]:
+def _decide_once(case: Case, repeatable: bool) -> tuple[str, str]:
+    """For each setting of torch.use_deterministic_algorithms (`repeatable`) once: which backends can run depends on it."""
     if case.device.type == "cuda" and not torch.cuda.is_available():
         return "math", "there is no GPU here, so such tensors are FakeTensorMode's: shapes alone"
     key = None

@@ -27,6 +27,8 @@ def why_not(impl: str, case) -> str | None:
         return f"it computes in {able}, q is {str(case.dtype)[6:]}"
     if impl == "efficient":
         return None
+    if impl == "cudnn" and torch.are_deterministic_algorithms_enabled():
+        return "it is not deterministic"
     major, minor = torch.cuda.get_device_capability(case.device)
     if major < 8:
         return f"it needs compute capability 8.0, this card has {major}.{minor}"
