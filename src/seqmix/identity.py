@@ -35,6 +35,7 @@ MATTERS = {
     "callbacks": ("job", "they watch a run"),
     "callbacks.checkpoint.monitor": ("job cell", "decides which weights are tested"),
     "callbacks.checkpoint.mode": ("job cell", "decides which weights are tested"),
+    "callbacks.solved": ("job cell", "may end a run before its budget is used"),
     "trainer": ("job cell", "budget and machine: a resumed run may have more steps, or another machine"),
     "trainer.precision": ("resume job cell", "changes the updates"),
     "trainer.accelerator": ("job", "the report compares the devices that were recorded"),
@@ -89,6 +90,8 @@ def cell_config(config: Mapping[str, object]) -> dict[str, object]:
     out = settings(config, "cell")
     if out.get("task.seed") == config.get("seed"):
         out.pop("task.seed", None)
+    if out.get("callbacks.solved.patience") is None:  # no run is ended
+        out = {key: value for key, value in out.items() if not key.startswith("callbacks.solved.")}
     for split in ("val", "test"):
         limit = out.get(f"trainer.limit_{split}_batches")
         if isinstance(limit, int):

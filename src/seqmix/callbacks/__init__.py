@@ -7,6 +7,7 @@ from seqmix.callbacks.memory import Memory
 from seqmix.callbacks.nonfinite import NonFiniteGuard
 from seqmix.callbacks.predictions import Predictions
 from seqmix.callbacks.progress import Progress
+from seqmix.callbacks.solved import Solved
 from seqmix.callbacks.throughput import Throughput
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "NonFiniteGuard",
     "Predictions",
     "Progress",
+    "Solved",
     "Throughput",
     "best_checkpoint",
 ]

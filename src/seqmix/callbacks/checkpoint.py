@@ -62,7 +62,7 @@ class BestCheckpoint(Checkpoint):
             return
         scores = trainer.callback_metrics
         if self.monitor not in scores:
-            raise _unknown_monitor(self.monitor, scores)
+            raise unknown_monitor(self.monitor, scores)
         if trainer.sanity_checking or trainer.fast_dev_run:
             return
         score = float(scores[self.monitor])
@@ -96,7 +96,7 @@ class BestCheckpoint(Checkpoint):
         return {f"best/{self.monitor}": self.best_model_score, "best/step": self.best_step}
 
 
-def _unknown_monitor(monitor: str, scores: dict) -> ValueError:
+def unknown_monitor(monitor: str, scores: dict) -> ValueError:
     valid = sorted(name for name in scores if name.startswith("val"))
     near = difflib.get_close_matches(monitor, valid, n=1)
     return ValueError(
