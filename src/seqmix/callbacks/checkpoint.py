@@ -111,10 +111,12 @@ class LastCheckpoint(Checkpoint):
 
     every_n_steps: optimizer steps between saves, null for none. every_minutes: minutes between saves, null for none;
     both may be set. keep_steps: of the saves by steps, how many stay as `step_000010.ckpt` too (-1: all).
-    It also saves after the last step. It saves between steps alone: in the middle of one the data are a batch ahead of
-    the weights, in the middle of a validation its sums are half full, and nothing could go on from there exactly. So an
-    error leaves the last.ckpt that was there, and Ctrl-C and SIGTERM are held back until the next step is done and saved
-    (on several ranks: the next logged one); a second Ctrl-C does not wait, and does not save.
+    It also saves after the last step. It saves only between steps: in the middle of a step the data are a batch ahead of
+    the weights, and in the middle of a validation its sums are half full, so no run could resume exactly from there. An
+    error therefore leaves the last.ckpt that was there. Ctrl-C and SIGTERM are held back until the step, or the validation,
+    is done and saved (on several ranks: the next logged step); a second Ctrl-C does not wait, and does not save.
+    Where a validation follows a step that was saved, the file is saved again after it, and a run stops only then: a resumed
+    run does not repeat that validation, so the file must hold what the validation has decided (the best score so far).
     """
 
     def __init__(
@@ -155,22 +157,30 @@ class LastCheckpoint(Checkpoint):
             raise KeyboardInterrupt
         self._signal = signum
         again = "; once more to stop at once" if signum == signal.SIGINT else ""
-        log.warning("interrupted: stopping once the next step is done and saved%s", again)
+        log.warning("interrupted: stopping once the step, or the validation, is done and saved%s", again)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs, batch, batch_idx: int
     ) -> None:
-        stepped = trainer.global_step > self._step
+        if trainer.global_step == self._step:
+            return
         self._step = trainer.global_step
-        if stepped:
-            by_steps = self.every_n_steps is not None and self._step % self.every_n_steps == 0
-            stops = self._is_stopped(trainer)
-            if by_steps or stops or self._step == trainer.max_steps or self._time_is_up(trainer):
-                self._save(trainer)
-                if by_steps and self.keep_steps != 0:
-                    self._keep(trainer)
-            if stops:
-                self._stop()
+        by_steps = self.every_n_steps is not None and self._step % self.every_n_steps == 0
+        stops = self._is_stopped(trainer)
+        if by_steps or stops or self._step == trainer.max_steps or self._time_is_up(trainer):
+            self._save(trainer)
+        validates = trainer.enable_validation and (trainer.fit_loop.total_batch_idx + 1) % trainer.val_check_batch == 0
+        if stops and not validates:
+            self._stop()
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.state.fn != "fit" or trainer.sanity_checking:
+            return
+        stops = self._is_stopped(trainer)
+        if stops or self._saved_step == trainer.global_step:
+            self._save(trainer)
+        if stops:
+            self._stop()
 
     def _is_stopped(self, trainer: L.Trainer) -> bool:
         if trainer.world_size == 1:
@@ -217,13 +227,16 @@ class LastCheckpoint(Checkpoint):
             return
         trainer.save_checkpoint(self.path)
         self._saved_step, self._saved_at = trainer.global_step, self.clock()
+        if self.keep_steps != 0 and self.every_n_steps is not None and self._saved_step % self.every_n_steps == 0:
+            self._keep(trainer)
 
     def _keep(self, trainer: L.Trainer) -> None:
-        if not trainer.is_global_zero or trainer.fast_dev_run:
+        if not trainer.is_global_zero:
             return
         path = self.folder / f"step_{trainer.global_step:06d}.ckpt"
         shutil.copyfile(self.path, path.with_suffix(".part"))
         os.replace(path.with_suffix(".part"), path)
-        self._kept.append(path)
+        if path not in self._kept:
+            self._kept.append(path)
         while 0 < self.keep_steps < len(self._kept):
             self._kept.pop(0).unlink(missing_ok=True)
