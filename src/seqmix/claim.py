@@ -53,7 +53,7 @@ def claim(folder: Path, cfg: DictConfig) -> None:
         resumes = checkpoint is not None and checkpoint.resolve().is_relative_to(folder.resolve())
         inside = os.path.abspath(folder)
         for key, before in changed(other, mine, "resume" if resumes else "job").items():
-            if not any(str(value).startswith(inside) for value in (before, mine.get(key))):  # paths inside the folder do not count
+            if not any(str(value).startswith(inside) for value in (before, mine.get(key))):  # its own paths do not count
                 last = folder / "checkpoints" / "last.ckpt"
                 also = f", or resume that run with ckpt={last}" if not matters(key, "resume") and last.is_file() else ""
                 found = f"{key} is {before!r} there and {mine.get(key)!r} here"

@@ -153,7 +153,7 @@ def show(value: Any) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """`; the nearest is 'x'`, where x is the most similar name, or one with the most similar last part; "" if none is similar."""
+    """`; the nearest is 'x'`, where x is the most similar name or has the most similar last part; "" if none is similar."""
     whole = {n: n for n in names}
     last = {n.rsplit(".", 1)[-1]: n for n in reversed(whole)}
     for candidates, word, cutoff in ((whole, name, 0.75), (last, name.rsplit(".", 1)[-1], 0.7), (whole, name, 0.5)):
