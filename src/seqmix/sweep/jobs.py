@@ -108,7 +108,7 @@ def outcome(exit_code: int, summary: Mapping, last_line: str) -> tuple[str, str 
     if "status" in summary:
         return summary["status"], summary.get("error")
     if exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL):
-        return "killed", "SIGKILL: sent by hand, or by the system because memory ran out"
+        return "killed", "SIGKILL: by hand, or by the system when memory ran out"
     if exit_code in GONE:
         return "interrupted", f"{signal.Signals(-exit_code if exit_code < 0 else exit_code - 128).name} before training"
     if exit_code < 0:
