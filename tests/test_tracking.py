@@ -261,7 +261,7 @@ def test_auto_is_offline_without_a_key_and_online_with_one(monkeypatch, no_wandb
         m.setenv("WANDB_API_KEY", "k" * 40)
         assert tracking.resolve_mode("auto")[0] == "online"
         m.setenv("WANDB_MODE", "offline")
-        assert tracking.resolve_mode("auto") == ("offline", "by WANDB_MODE")
+        assert tracking.resolve_mode("auto") == ("offline", "set by WANDB_MODE")
         assert tracking.resolve_mode("online")[0] == "online", "what is typed wins over the environment"
     netrc = no_wandb_settings / ".netrc"
     netrc.write_text(f"machine api.wandb.ai login user password {'k' * 40}\n")
