@@ -112,9 +112,11 @@ class LastCheckpoint(Checkpoint):
     every_n_steps: optimizer steps between saves, null to not save by steps. every_minutes: minutes between saves, null to
     not save by time; both may be set. keep_steps: how many of the saves by steps to keep as `step_000010.ckpt` (-1: all).
     The last step is always saved. Checkpoints are only saved between steps: during a step the data are one batch ahead of the
-    weights, and during a validation its sums are incomplete, so that no exact resume would be possible. So an error leaves
-    the previous last.ckpt, and Ctrl-C and SIGTERM take effect after the next step is done and saved (on several ranks: the
-    next step that logs). A second Ctrl-C stops at once and does not save.
+    weights, and during a validation its sums are incomplete, so no exact resume would be possible. An error therefore leaves
+    the previous last.ckpt. Ctrl-C and SIGTERM take effect when the current step or validation is done and saved (on several
+    ranks: the next step that logs). A second Ctrl-C stops at once and does not save.
+    If a validation follows a step that was saved, the file is saved again after it, and an interrupted run stops only then: a
+    resumed run does not repeat that validation, so the file must hold its result (the best score so far).
     """
 
     def __init__(
@@ -155,22 +157,30 @@ class LastCheckpoint(Checkpoint):
             raise KeyboardInterrupt
         self._signal = signum
         again = "; press Ctrl-C again to stop at once" if signum == signal.SIGINT else ""
-        log.warning("interrupted: the run stops when the next step is done and saved%s", again)
+        log.warning("interrupted: the run stops when the step, or the validation, is done and saved%s", again)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs, batch, batch_idx: int
     ) -> None:
-        stepped = trainer.global_step > self._step
+        if trainer.global_step == self._step:
+            return
         self._step = trainer.global_step
-        if stepped:
-            by_steps = self.every_n_steps is not None and self._step % self.every_n_steps == 0
-            stops = self._is_stopped(trainer)
-            if by_steps or stops or self._step == trainer.max_steps or self._time_is_up(trainer):
-                self._save(trainer)
-                if by_steps and self.keep_steps != 0:
-                    self._keep(trainer)
-            if stops:
-                self._stop()
+        by_steps = self.every_n_steps is not None and self._step % self.every_n_steps == 0
+        stops = self._is_stopped(trainer)
+        if by_steps or stops or self._step == trainer.max_steps or self._time_is_up(trainer):
+            self._save(trainer)
+        validates = trainer.enable_validation and (trainer.fit_loop.total_batch_idx + 1) % trainer.val_check_batch == 0
+        if stops and not validates:
+            self._stop()
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.state.fn != "fit" or trainer.sanity_checking:
+            return
+        stops = self._is_stopped(trainer)
+        if stops or self._saved_step == trainer.global_step:
+            self._save(trainer)
+        if stops:
+            self._stop()
 
     def _is_stopped(self, trainer: L.Trainer) -> bool:
         if trainer.world_size == 1:
@@ -217,13 +227,16 @@ class LastCheckpoint(Checkpoint):
             return
         trainer.save_checkpoint(self.path)
         self._saved_step, self._saved_at = trainer.global_step, self.clock()
+        if self.keep_steps != 0 and self.every_n_steps is not None and self._saved_step % self.every_n_steps == 0:
+            self._keep(trainer)
 
     def _keep(self, trainer: L.Trainer) -> None:
-        if not trainer.is_global_zero or trainer.fast_dev_run:
+        if not trainer.is_global_zero:
             return
         path = self.folder / f"step_{trainer.global_step:06d}.ckpt"
         shutil.copyfile(self.path, path.with_suffix(".part"))
         os.replace(path.with_suffix(".part"), path)
-        self._kept.append(path)
+        if path not in self._kept:
+            self._kept.append(path)
         while 0 < self.keep_steps < len(self._kept):
             self._kept.pop(0).unlink(missing_ok=True)
