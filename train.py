@@ -85,7 +85,7 @@ def main(cfg: DictConfig) -> float:
         done, own = take_up(folder) if multirun or in_a_sweep() else (None, None)
         return objective(done or train(cfg, folder, own))
     except Exception as error:
-        refused = not read_summary(folder)  # the config was refused, or the data could not be read
+        refused = not read_summary(folder)  # train() ended before training: a wrong config, or data that cannot be read
         if refused and isinstance(error, REFUSED):
             log.error("%s: %s", type(error).__name__, error)
         else:

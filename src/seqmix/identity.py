@@ -50,7 +50,7 @@ MATTERS = {
 
 
 def matters(key: str, question: str) -> bool:
-    """Whether a dotted key of the config matters for one of QUESTIONS."""
+    """Whether a dotted key of the config matters for `question`, one of QUESTIONS."""
     assert question in QUESTIONS, question
     while key not in MATTERS:
         key, dot, _ = key.rpartition(".")

@@ -45,7 +45,7 @@ class AddNorm(nn.RMSNorm):
 
 
 class Block(nn.Module):
-    """Residual block: a mixer along time and, where given, a mixer across channels.
+    """Residual block: a mixer along time and, if given, a mixer across channels.
 
     Takes the residual stream x (..., D), and y (..., D) or None, which is still to be added to x. Returns a new such pair.
     """

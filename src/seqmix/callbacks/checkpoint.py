@@ -203,7 +203,7 @@ class LastCheckpoint(Checkpoint):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._step > self._saved_step:
             self._save(trainer)
-        if self._signal:  # in the validation after the last step
+        if self._signal:  # received after the last step
             self._stop()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:

@@ -93,7 +93,7 @@ class Mamba(Mixer):
         self.discretization, self.scan, self.checkpoint_level, self.decode = discretization, scan, checkpoint_level, decode
 
         self.in_proj = nn.Linear(d_model, 2 * d_inner, bias=bias)
-        self.conv = nn.Conv1d(d_inner, d_inner, d_conv, groups=d_inner, bias=conv_bias)  # weights only
+        self.conv = nn.Conv1d(d_inner, d_inner, d_conv, groups=d_inner, bias=conv_bias)  # holds the weights, is not called
         self.x_proj = nn.Linear(d_inner, dt_rank + 2 * d_state, bias=False)
         self.dt_proj = nn.Linear(dt_rank, d_inner, bias=False)  # its bias is dt_bias, added inside the scan in float32
         nn.init.uniform_(self.dt_proj.weight, -(dt_rank**-0.5), dt_rank**-0.5)

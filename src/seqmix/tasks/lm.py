@@ -203,7 +203,7 @@ class LanguageModeling(Task):
         digest = hashlib.sha256(self._bpe.to_str().encode()).hexdigest()
         self.token_bytes = torch.tensor(
             [len(self._bpe.id_to_token(i)) for i in range(self.vocab_size)]
-        )  # a char a byte
+        )  # one character per byte
         self.vocabulary |= {"sha256": digest}
         return {split: self._encoded(words[split], digest) for split in rng.SPLITS}, facts
 
