@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class SweepTable(Callback):
-    """Names the folder of a sweep and locks it. At the end it shows the table, and exits with code 1 unless all jobs are complete."""
+    """Names the folder of a sweep and locks it. At the end it shows the table; exit code 1 unless all jobs are complete."""
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         self.started = time.time()
