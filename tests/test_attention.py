@@ -502,6 +502,7 @@ def test_b04_a_run_that_cannot_have_its_kernel_is_refused_in_one_line(tmp_path):
         runs.start(tmp_path / "run", "model=transformer", "task=selective_copy", *runs.SELECTIVE_COPY, "model.attn_impl=fa4")
 
 
+@pytest.mark.slow
 def test_a_job_of_a_sweep_that_cannot_have_its_kernel_fails_before_its_first_batch(tmp_path):
     kernels = "model.attn_impl=fa4,math"
     done = runs.command(tmp_path, "logger=csv", *runs.SELECTIVE_COPY, "model=transformer", kernels, multirun=True)

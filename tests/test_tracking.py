@@ -330,6 +330,7 @@ def test_a_folder_that_cannot_be_made_costs_the_copy_not_the_run(tmp_path, caplo
     assert run.mode == "disabled" and "continuing disabled" in caplog.text
 
 
+@pytest.mark.slow
 def test_forked_workers_do_not_hang(tmp_path):
     code = (
         "import sys; sys.path.insert(0, 'tests'); from pathlib import Path; import test_tracking as t;"

@@ -3,11 +3,8 @@ for, all that is around a backend. tests/kernels/test_attention_gpu.py runs the 
 
 import contextlib
 import functools
-import json
 import math
-import os
 import pickle
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -571,14 +568,7 @@ def test_a_step_is_attention_over_what_is_cached(rotary, windows, slopes):
         attention_step(q[:, 0], k[:, 0], v[:, 0], *caches, length, impl="fused")
 
 
-def script(name):
-    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, Path(__file__).parent / name], capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def test_the_fused_step_under_the_interpreter():
+def test_the_fused_step_under_the_interpreter(script):
     triton = pytest.importorskip("triton")
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
         pytest.skip("the interpreter of Triton 3.6 fails with numpy 2.4")
@@ -589,7 +579,7 @@ def test_the_fused_step_under_the_interpreter():
         assert row["spare_untouched"] and row["after"], row
 
 
-def test_the_fused_rotation_under_the_interpreter():
+def test_the_fused_rotation_under_the_interpreter(script):
     triton = pytest.importorskip("triton")
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
         pytest.skip("the interpreter of Triton 3.6 fails with numpy 2.4")
@@ -599,7 +589,7 @@ def test_the_fused_rotation_under_the_interpreter():
         assert row["error"] < 4 * max(row["eps"], 1000 / 1.5 * 2.0**-24 if "1000" in row["case"] else 0), row
 
 
-def test_the_fused_kernels_compile_for_hopper_without_spilling():
+def test_the_fused_kernels_compile_for_hopper_without_spilling(script):
     """STACK is the table of the cosine's range reduction, of arguments past 10^5; without rotation there is none."""
     pytest.importorskip("triton")
     *rows, forward, backward = script("compile_attention_step.py")
