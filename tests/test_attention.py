@@ -472,7 +472,7 @@ def test_d03_d05_d06_generation(option):
     draws = [net.generate(prompt, 9, top_k=10 * V, generator=torch.Generator().manual_seed(s)) for s in (0, 0, 1)]
     assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
     assert net.generate(prompt[:, :1], 1).shape == (2, 2) and torch.equal(net.generate(prompt, 0), prompt)
-    with pytest.raises(ValueError, match=r"at least one token a row, got shape \(2, 0\)"):
+    with pytest.raises(ValueError, match=r"at least one token per row, got shape \(2, 0\)"):
         net.generate(prompt[:, :0], 1)
     assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
 

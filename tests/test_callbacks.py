@@ -286,7 +286,7 @@ def test_settings_of_solved_that_cannot_be_are_refused(tmp_path):
             callbacks.Solved(thresholds=bad)
     with pytest.raises(ValueError, match="patience must be at least 1 validation, or null, got 0"):
         callbacks.Solved(patience=0)
-    with pytest.raises(ValueError, match="monitor='val/acuracy' is not what a validation logs"):
+    with pytest.raises(ValueError, match="monitor='val/acuracy' is not logged by validation"):
         solving(tmp_path, (0.5,), solved=callbacks.Solved("val/acuracy"))
 
 
@@ -588,7 +588,7 @@ def test_an_error_leaves_the_last_checkpoint_that_something_can_go_on_from(tmp_p
     with pytest.raises(RuntimeError, match="out of luck"):
         make_trainer(tmp_path, last).fit(Breaks(), datamodule=TinyTask())
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 3
-    assert "last.ckpt stays that of step 3" in caplog.text
+    assert "last.ckpt is still that of step 3" in caplog.text
 
 
 @pytest.mark.parametrize(("signum", "becomes"), [(signal.SIGINT, SystemExit), (signal.SIGTERM, SIGTERMException)])

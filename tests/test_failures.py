@@ -169,7 +169,7 @@ def test_an_interrupt_saves_and_stops_the_sweep(tmp_path, sent, code):
     assert returned in (code, -sent), (tmp_path / "log").read_text()[-2000:]
     folder, summary = only(tmp_path / "outputs")
     assert summary["status"] == "interrupted" and summary["job"]["sweep"] == folder.parent.name
-    assert "1 jobs not started" in (tmp_path / "log").read_text()
+    assert "1 jobs were not started" in (tmp_path / "log").read_text()
     saved = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
     assert saved["global_step"] == summary["steps"] > 0
 

@@ -1,4 +1,4 @@
-"""Thin Lightning hooks over seqmix.measure. Those that measure have `summary()`: names and values for summary.json."""
+"""Thin Lightning hooks over seqmix.measure. Those that measure have `summary()`, which returns values for summary.json."""
 
 from seqmix.callbacks.checkpoint import BestCheckpoint, LastCheckpoint, best_checkpoint
 from seqmix.callbacks.costs import Costs

@@ -1,4 +1,4 @@
-"""How many steps a run took to reach an accuracy, and the end of a run that has nothing left to learn."""
+"""How many steps a run takes to reach an accuracy, and the end of a run that has solved its task."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Solved(L.Callback):
 
     def load_state_dict(self, state: dict) -> None:
         if state["measures"] != self._measures:
-            log.warning("steps_to/* of the run that is resumed measured something else: this run counts anew")
+            log.warning("the resumed run measured steps_to/* on another monitor or other rows: this run counts anew")
             return
         reached = dict(state["reached"])
         if max(reached) == max(self.reached):
