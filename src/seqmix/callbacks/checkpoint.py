@@ -169,8 +169,8 @@ class LastCheckpoint(Checkpoint):
         stops = self._is_stopped(trainer)
         if by_steps or stops or self._step == trainer.max_steps or self._time_is_up(trainer):
             self._save(trainer)
-        validates = trainer.enable_validation and (trainer.fit_loop.total_batch_idx + 1) % trainer.val_check_batch == 0
-        if stops and not validates:
+        every = trainer.val_check_batch if trainer.enable_validation else None
+        if stops and (every is None or (trainer.fit_loop.total_batch_idx + 1) % every):  # else once it has been validated
             self._stop()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
