@@ -1,4 +1,4 @@
-"""One optimizer step, from a batch to new weights, without a wait for the device.
+"""One optimizer step, from a batch to new weights; with a fused optimizer the host never waits for the device.
 
     total  =  scored tokens of the step, over micro-batches and ranks
     loss   =  Σ losses / total                          one micro-batch after another, gradients accumulated
