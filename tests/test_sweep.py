@@ -14,6 +14,7 @@ import threading
 import time
 from pathlib import Path
 
+import fake_job
 import pytest
 import torch
 from hydra import compose
@@ -27,7 +28,7 @@ from runs import CONF, ROOT, SELECTIVE_COPY, SMALL, command, small, start
 
 from seqmix.command_line import check_command_line
 from seqmix.config import check, compose_run, hydra_at, register_resolvers
-from seqmix.sweep import table
+from seqmix.sweep import script, table
 from seqmix.sweep.callback import SweepTable, jobs_of_folders
 from seqmix.sweep.jobs import Job, halved, objective, outcome, quoted, read_summary
 from seqmix.sweep.names import resolved, run_id
@@ -35,7 +36,7 @@ from seqmix.sweep.queue import Queue, Settings
 from seqmix.tasks.selective_copy import SelectiveCopy
 
 register_resolvers()
-FAKE = Path(__file__).parent / "fake_job.py"
+FAKE = Path(fake_job.__file__)
 DEFAULTS = dict(OmegaConf.load(CONF / "hydra/launcher/queue.yaml"))
 DEFAULTS.pop("_target_")
 
@@ -140,6 +141,7 @@ def queue(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "")
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    monkeypatch.setattr(script, "prepare", fake_job.prepare)
     folder = tmp_path / "a sweep"
 
     def run(asked, fake=None, gpus=(), **settings):
