@@ -8,9 +8,23 @@ import sys
 import time
 from pathlib import Path
 
+from seqmix.sweep.script import execute
+
 
 def prepare(script, kernels):
-    """In the server that forks these jobs: there is nothing to import."""
+    """In the server that forks these jobs: what they import, and no more."""
+    execute(script, "__mp_main__")
+
+
+def facts(path):
+    """In a child of the server of real jobs: what it has of its own."""
+    import torch
+
+    found = {"cuda": torch.cuda.is_initialized() or torch.cuda._cached_device_count is not None}
+    found |= {"asked": torch.get_num_threads(), "before": len(os.listdir("/proc/self/task"))}
+    torch.nn.Linear(512, 512)(torch.ones(4096, 512)).exp().sum().backward()
+    found |= {"after": len(os.listdir("/proc/self/task"))}
+    Path(path).write_text(json.dumps(found))
 
 
 def main():
@@ -35,6 +49,10 @@ def main():
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if behaviour in ("SIGKILL", "SIGSEGV", "SIGTERM"):
         os.kill(os.getpid(), getattr(signal, behaviour))
+    elif behaviour == "kills its parent":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.kill(os.getppid(), signal.SIGKILL)
+        behaviour = "slow"
     elif behaviour == "deaf":
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         note("deaf")
