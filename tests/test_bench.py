@@ -164,7 +164,7 @@ def test_what_processes_share_is_there_and_no_gpu_is_touched_for_it():
     """In a process of its own: what others import must not be asked here."""
     pytest.importorskip("triton")
     code = (
-        "import sys; from seqmix.bench import preload, kernels; import torch; "
+        "import sys; from seqmix.bench import pool; from seqmix import preload; preload.load(*pool.PRELOADED); import torch; "
         "assert not torch.cuda.is_initialized(); "
         "from triton.runtime import driver; assert driver._active is None and driver._default is None; "
         "from triton.runtime.cache import triton_key; assert triton_key.cache_info().currsize == 1; "

@@ -39,7 +39,17 @@ ARROWS = {
         "seqmix.tasks.base",
     ),
     "src/seqmix/command_line.py": ("seqmix.config", "seqmix.display", "seqmix.signatures", "seqmix.sweep.names"),
-    "src/seqmix/sweep": ("seqmix.display", "seqmix.folders", "seqmix.identity", "seqmix.sweep", "seqmix.tracking"),
+    "src/seqmix/sweep": (
+        "seqmix.display",
+        "seqmix.folders",
+        "seqmix.fork_server",
+        "seqmix.identity",
+        "seqmix.preload",
+        "seqmix.sweep",
+        "seqmix.tracking",
+    ),
+    "src/seqmix/fork_server.py": (),
+    "src/seqmix/preload.py": (),
     "src/hydra_plugins": ("seqmix.sweep",),
     "src/seqmix/callbacks": ("seqmix.display", "seqmix.measure", "seqmix.costs", "seqmix.callbacks"),
     "src/seqmix/tasks": ("seqmix.tasks", "seqmix.graphs"),
@@ -49,7 +59,6 @@ ARROWS = {
     "src/seqmix/decode.py": ("seqmix.measure",),
     "src/seqmix/costs.py": ("seqmix.decode", "seqmix.measure"),
     "src/seqmix/bench/kernels.py": ("seqmix.costs", "seqmix.measure", "seqmix_kernels"),
-    "src/seqmix/bench/preload.py": ("seqmix.mixers", "seqmix_kernels"),  # what the points of both import
     "src/seqmix/bench": (
         "seqmix.bench",
         "seqmix.command_line",
@@ -58,8 +67,10 @@ ARROWS = {
         "seqmix.decode",
         "seqmix.display",
         "seqmix.folders",
+        "seqmix.fork_server",
         "seqmix.measure",
         "seqmix.optim",
+        "seqmix.preload",
         "seqmix.quick_lightning",
         "seqmix.tracking",
         "seqmix_kernels.attention",  # its choices, which one point hands on to the next

@@ -14,6 +14,7 @@ import threading
 import time
 from pathlib import Path
 
+import fake_job
 import pytest
 import torch
 from hydra import compose
@@ -23,11 +24,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import HydraContext, RunMode
 from omegaconf import OmegaConf
 from rich.console import Console
-from runs import CONF, ROOT, SELECTIVE_COPY, SMALL, command, small, start
+from runs import CONF, ROOT, SELECTIVE_COPY, SMALL, command, metrics, small, start
 
 from seqmix.command_line import check_command_line
 from seqmix.config import check, compose_run, hydra_at, register_resolvers
-from seqmix.sweep import table
+from seqmix.fork_server import Server
+from seqmix.sweep import script, table
 from seqmix.sweep.callback import SweepTable, jobs_of_folders
 from seqmix.sweep.jobs import Job, halved, objective, outcome, quoted, read_summary
 from seqmix.sweep.names import resolved, run_id
@@ -35,7 +37,7 @@ from seqmix.sweep.queue import Queue, Settings
 from seqmix.tasks.selective_copy import SelectiveCopy
 
 register_resolvers()
-FAKE = Path(__file__).parent / "fake_job.py"
+FAKE = Path(fake_job.__file__)
 DEFAULTS = dict(OmegaConf.load(CONF / "hydra/launcher/queue.yaml"))
 DEFAULTS.pop("_target_")
 
@@ -140,6 +142,7 @@ def queue(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "")
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    monkeypatch.setattr(script, "prepare", fake_job.prepare)
     folder = tmp_path / "a sweep"
 
     def run(asked, fake=None, gpus=(), **settings):
@@ -199,7 +202,8 @@ def test_each_job_has_a_gpu_of_its_own_and_a_wandb_run(queue):
     assert len(set(ids)) == 4 and {i.split("-")[0] for i in ids} == {job["run_id"] for job in jobs_of(queue.folder)}
 
 
-def test_failures_stay_alone_and_are_recorded(queue):
+@pytest.mark.parametrize("runner", [[], ["-u"]])  # forked; started anew
+def test_failures_stay_alone_and_are_recorded(queue, runner):
     ends = {
         "1": ["SIGKILL"],
         "2": ["SIGSEGV"],
@@ -209,7 +213,7 @@ def test_failures_stay_alone_and_are_recorded(queue):
         "6": ["exit3"],
         "7": ["SIGTERM"],
     }
-    values, _ = queue(range(9), fake=ends, n_jobs=2)
+    values, _ = queue(range(9), fake=ends, n_jobs=2, runner=runner)
     assert values == [0.5, *[math.inf] * 7, 0.5]
     expected = ["complete", "killed", "failed", "failed", "oom", "diverged", "failed", "interrupted", "complete"]
     assert statuses(queue.folder) == expected
@@ -277,8 +281,9 @@ def test_a_config_asked_for_twice_runs_once(queue):
     assert values == [0.5] * 3 and [event[1] for event in happened if event[0] == "start"] == ["1", "2"]
 
 
+@pytest.mark.parametrize("runner", [[], ["-u"]])
 @pytest.mark.parametrize(("behaviour", "signals", "status"), [("waits", 1, "interrupted"), ("deaf", 2, "killed")])
-def test_ctrl_c_ends_the_jobs_and_a_second_one_kills(queue, behaviour, signals, status):
+def test_ctrl_c_ends_the_jobs_and_a_second_one_kills(queue, behaviour, signals, status, runner):
     def press():
         for _n in range(signals):
             ready = "start" if behaviour == "waits" else "deaf"
@@ -290,10 +295,46 @@ def test_ctrl_c_ends_the_jobs_and_a_second_one_kills(queue, behaviour, signals, 
     thread = threading.Thread(target=press)
     thread.start()
     with pytest.raises(SystemExit) as stop:
-        queue(range(3), fake={"0": [behaviour], "1": [behaviour]}, n_jobs=2)
+        queue(range(3), fake={"0": [behaviour], "1": [behaviour]}, n_jobs=2, runner=runner)
     thread.join()
     assert stop.value.code == 130 and statuses(queue.folder) == [status, status, "queued"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_forked_job_has_the_environment_of_one_started_anew(queue, monkeypatch):
+    """Its own, whatever the server or an earlier job had."""
+    monkeypatch.setenv("TO_BE_GONE", "1")
+    envs = []
+    for seeds, runner in (([1, 2], []), ([3], ["-u"])):
+        _, happened = queue(seeds, gpus=("0",), runner=runner)
+        envs += [event[3] for event in happened if event[0] == "start"]
+    assert len({env.pop("WANDB_RUN_ID") for env in envs}) == 3 and envs[0]["TO_BE_GONE"] == "1"
+    assert envs[0] == envs[1] == envs[2]
+
+
+def test_all_jobs_run_the_code_of_the_start(queue, monkeypatch, tmp_path):
+    edited = tmp_path / "job.py"
+    edited.write_text(FAKE.read_text().replace("    main()", f"    Path({str(edited)!r}).write_text('an edit')\n    main()"))
+    monkeypatch.setattr(sys.modules[__name__], "FAKE", edited)
+    queue(range(2))
+    assert statuses(queue.folder) == ["complete"] * 2 and edited.read_text() == "an edit"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="jobs are forked on Linux")
+def test_where_the_server_ends_jobs_are_started_anew(queue, caplog):
+    queue(range(3), {"0": ["kills its parent"]})
+    assert caplog.text.count("has ended with exit code -9; the jobs from here on are started anew") == 1
+    assert statuses(queue.folder) == ["complete"] * 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="jobs are forked on Linux")
+def test_a_forked_job_has_its_own_threads_and_may_open_a_gpu(tmp_path):
+    """The server has run nothing in parallel (libgomp's threads do not survive a fork) and has asked for no GPU."""
+    server = Server(script.prepare, str(ROOT / "train.py"), True, env=os.environ | {"OMP_NUM_THREADS": "2"})
+    assert server.start(fake_job.facts, str(tmp_path / "facts")).poll(90) == 0
+    facts = json.loads((tmp_path / "facts").read_text())
+    threads = min(2, os.cpu_count())
+    assert facts == {"cuda": False, "asked": threads, "before": 1, "after": threads}
 
 
 def test_two_sweeps_do_not_share_a_folder(queue, capsys):
@@ -413,6 +454,21 @@ def test_a_sweep_survives_its_jobs_and_goes_on(tmp_path):
     assert summaries[2]["micro_batch"] == {"halvings": 1, "micro_batch_size": "2", "task.eval_batch_size": "4"}
     assert summaries[2]["steps"] == 6
     assert summaries[2]["val/loss"] == pytest.approx(summaries[0]["val/loss"], abs=1e-5), "the same rows a step"
+
+
+def test_a_job_of_a_sweep_is_the_run_of_its_own_bit_by_bit(tmp_path):
+    """With workers that load its data, too: a forked job may have children."""
+    line = ["logger=csv", *SELECTIVE_COPY, "dropout=0.1", "task.num_workers=1", "task.make_on=loader"]
+    alone = command(tmp_path, *line, "model=mamba", "seed=1", "hydra.run.dir=alone")
+    swept = command(tmp_path, *line, "model=lstm,mamba", "seed=1", "hydra.sweep.dir=swept", multirun=True)
+    assert alone.returncode == swept.returncode == 0, alone.stderr + swept.stderr
+    folders = tmp_path / "alone", tmp_path / jobs_of(tmp_path)[1]["folder"]
+    one, other = [torch.load(folder / "checkpoints/last.ckpt", weights_only=True) for folder in folders]
+    assert one["state_dict"].keys() == other["state_dict"].keys()
+    assert all(torch.equal(one["state_dict"][name], other["state_dict"][name]) for name in one["state_dict"])
+    assert [metrics(folder, "train/loss") for folder in folders] == 2 * [metrics(folders[0], "train/loss")]
+    one, other = map(read_summary, folders)
+    assert one["source"] == other["source"] and one["test/loss"] == other["test/loss"]
 
 
 def test_a_sweep_that_is_killed_takes_its_jobs_along(tmp_path):

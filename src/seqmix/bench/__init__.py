@@ -4,7 +4,6 @@ grid.py        config -> Points, each a model or a kernel at one shape
 point.py       one Point -> numbers, in a process of its own            over seqmix.costs
 kernels.py     every op and implementation, its reference, its floors
 pool.py        Points -> rows, one process at a time; how each ended
-preload.py     what all these processes have in common, imported once
 results.py     rows -> table, and where one model passes another
 figures.py     curves -> SVG
 """

@@ -6,27 +6,33 @@ ten seconds of imports. What a process could not say itself is read from how it 
 
 from __future__ import annotations
 
+import contextlib
 import math
-import multiprocessing
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from multiprocessing import forkserver
+from multiprocessing.connection import Connection, Pipe
 
+from seqmix import preload
 from seqmix.bench import point as worker
 from seqmix.bench.grid import Point
+from seqmix.fork_server import Server
 
-PRELOADED = ["seqmix.bench.preload"]
+PRELOADED = ("seqmix.bench.__main__", "seqmix.bench.kernels", "seqmix.bench.point", "seqmix.channel_mixers")
+PRELOADED += ("torch.profiler", "torch.utils.flop_counter")
 # shares of the patience that a call, a step or a prompt, may take: it has to run twice, compiled before
 DEAR = 1 / 10  # after a point whose call took longer, the longer ones of its curve wait for all others
 HOPELESS = 1 / 5  # and where it took longer than this, those of FAR times its length are not begun
 FAR = 4
+_server: Server | None = None  # of this process
 
 
 def start() -> None:
     """Start the server, which then imports beside what the caller does; `run` would start it, too."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
-    forkserver.ensure_running()
+    global _server
+    if _server is None or not _server.is_alive():
+        _server = Server(preload.load, *PRELOADED)
 
 
 def run(
@@ -41,10 +47,7 @@ def run(
     that it is ended, its status is `slow`, and longer ones of its curve are not begun, nor what is HOPELESS. time_limit: of all
     points; after it none is begun, and what runs is ended: both are `not run`."""
     start()
-    context = multiprocessing.get_context("forkserver")
-    first = context.Process(target=_nothing, daemon=True)  # that the server is ready is no point's time
-    first.start()
-    first.join()
+    _server.start(_nothing).poll(None)  # that the server is ready is no point's time
     began = clock()
     slow: dict[tuple, int] = {}
     dear: dict[tuple, tuple[int, float]] = {}  # length, seconds of a call
@@ -63,7 +66,7 @@ def run(
         left = math.inf if time_limit is None else time_limit - (clock() - began)
         if left <= 0:
             return {"status": "not run", "error": f"not begun in the {time_limit:g} s of the whole"}
-        row, found = _one(context, point, known, min(patience, left), serve)
+        row, found = _one(point, known, min(patience, left), serve)
         known.update(found)
         if row["status"] == "slow" and left < patience:
             return row | {"status": "not run", "error": f"not done in the {time_limit:g} s of the whole"}
@@ -91,13 +94,17 @@ def _nothing() -> None:
     pass
 
 
-def _one(context, point: Point, known: Mapping, patience: float, serve: Callable) -> tuple[dict, dict]:
+def _answer(serve: Callable, point: Point, known: Mapping, descriptor: int) -> None:
+    serve(point, known, Connection(descriptor, readable=False))
+
+
+def _one(point: Point, known: Mapping, patience: float, serve: Callable) -> tuple[dict, dict]:
     """The row, and what the process found out of use to later ones."""
     started = time.perf_counter()
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=serve, args=(point, known, there), daemon=True)
-    process.start()
-    there.close()
+    start()
+    here, there = Pipe(duplex=False)
+    with there:
+        process = _server.start(_answer, serve, point, known, descriptors=[there.fileno()])
     row, found = None, {}
     try:
         if here.poll(patience):
@@ -106,11 +113,12 @@ def _one(context, point: Point, known: Mapping, patience: float, serve: Callable
         pass
     else:
         if row is None:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.killpg(process.pid, signal.SIGKILL)
             row = {"status": "slow", "error": f"not done in {patience:g} s"}
-    process.join()
+    code = process.poll(None)
     if row is None:
-        row = _last_word(process.exitcode)
+        row = _last_word(code)
     here.close()
     return row | {"process_seconds": round(time.perf_counter() - started, 2)}, found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import math
@@ -10,7 +9,6 @@ import os
 import re
 import secrets
 import signal
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,12 +17,12 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
 
 from seqmix.folders import read_file
+from seqmix.fork_server import die_with_parent
 
 log = logging.getLogger(__name__)
 ENDS = ("complete", "failed", "oom", "diverged", "interrupted", "killed")  # values of status in summary.json
 PARENT = "SEQMIX_SWEEP"  # set for the process of a job: the process id of its sweep
 GONE = {-signal.SIGINT, -signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGTERM}
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass
@@ -61,8 +59,8 @@ def in_a_sweep() -> bool:
     parent = os.environ.get(PARENT)
     if parent is None:
         return False
-    if sys.platform == "linux" and os.getppid() == int(parent):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() == int(parent):  # else a fork server's job, or a runner's
+        die_with_parent()
     return True
 
 

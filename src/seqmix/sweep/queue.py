@@ -1,4 +1,9 @@
+<<<<<<< HEAD
 """The queue of a sweep: each job runs `python train.py ...` in a process of its own, at most `n_jobs` at once.
+=======
+"""The queue of a sweep: each job `python train.py ...` in a process of its own, no more at once than asked for. On Linux a
+fork server starts them, which has imported what they need; with a runner, each imports for itself.
+>>>>>>> server
 
 sweep.json in the sweep's folder is the record of its jobs, rewritten at each change; output.log in a job's folder has
 all that its processes have printed. The queue's process trains nothing and uses no GPU.
@@ -17,7 +22,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 import torch
 from hydra.core.utils import JobReturn, JobStatus
@@ -26,6 +31,8 @@ from omegaconf import DictConfig, open_dict
 
 from seqmix.display import refuse
 from seqmix.folders import lock
+from seqmix.fork_server import Child, Server
+from seqmix.sweep import script as scripts
 from seqmix.sweep import table
 from seqmix.sweep.jobs import (
     ENDS,
@@ -88,7 +95,7 @@ class Settings:
 
 class Running(NamedTuple):
     job: Job
-    process: subprocess.Popen
+    process: subprocess.Popen | Child
     slot: int
     gpus: str | None  # CUDA_VISIBLE_DEVICES of the process
     began: float
@@ -112,6 +119,8 @@ class Queue:
         self.n_jobs = settings.n_jobs or max(1, len(self.gpus) // settings.gpus_per_job)
         self.threads = settings.threads or max(1, _cores() // self.n_jobs)
         self.source = source_facts(source_state())
+        self.forks = sys.platform == "linux" and not settings.runner
+        self.server: Server | None = None  # of all the batches of a search
 
     def run(self, asked: Sequence[Sequence[str]], first_number: int) -> list[JobReturn]:
         """Run, skip or resume each of the jobs; the return value of each is what a search minimises.
@@ -208,6 +217,7 @@ class Queue:
         prepare(job.path, cfg, hydra, job.overrides)
         own = [o for o in self.config.hydra.overrides.hydra if not o.startswith(OF_THE_SWEEP)]
         overrides = [*job.overrides, *halved(cfg, job.halvings), *own]
+<<<<<<< HEAD
         line = [sys.executable, *map(str, self.settings.runner), str(self.script), *overrides]
         line += ["hydra.mode=RUN", f"hydra.run.dir={quoted(job.folder)}"]
         line += [f"++hydra.job.num={job.number}", f"++hydra.job.id={job.number}"]
@@ -217,19 +227,40 @@ class Queue:
             **wandb_names(job.path),
         }
         env.setdefault("OMP_NUM_THREADS", str(self.threads))  # not MKL_NUM_THREADS, which could contradict it
+=======
+        overrides += ["hydra.mode=RUN", f"hydra.run.dir={quoted(job.folder)}"]
+        overrides += [f"++hydra.job.num={job.number}", f"++hydra.job.id={job.number}"]
+        env = wandb_names(job.path)
+>>>>>>> server
         gpus = None
         if self.gpus:
             k = self.settings.gpus_per_job
             gpus = env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus[(slot * k + i) % len(self.gpus)] for i in range(k))
         with (job.path / "output.log").open("a", encoding="utf-8") as output:
-            output.write(f"$ {shlex.join(['python', *line[1:]])}\n")
+            line = [*map(str, self.settings.runner), str(self.script), *overrides]
+            output.write(f"$ {shlex.join(['python', *line])}\n")
             output.flush()
-            process = subprocess.Popen(
-                line, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env,
-                start_new_session=True,  # Ctrl-C reaches a job through this process, once
-                pass_fds=[descriptor],
-            )  # fmt: skip
-        return Running(job, process, slot, gpus, time.monotonic())
+            began = time.monotonic()
+            process = self._process(line, env, output, descriptor)
+        return Running(job, process, slot, gpus, began)
+
+    def _process(self, line: list[str], own: dict[str, str], output: TextIO, descriptor: int) -> subprocess.Popen | Child:
+        """`python *line`, with `own` in its environment. In a process group of its own, and in another session than this
+        process: Ctrl-C reaches a job through this process, once."""
+        env = os.environ | {PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+        env.setdefault("OMP_NUM_THREADS", str(self.threads))  # and not MKL's own, which would part from it
+        if self.forks:
+            try:
+                if self.server is None:  # what libraries read when they are loaded is the same for all jobs
+                    self.server = Server(scripts.prepare, line[0], bool(self.gpus), env=env, output=output)
+                return self.server.start(scripts.run, line[0], line[1:], env | own, descriptors=[output.fileno(), descriptor])
+            except OSError as error:
+                log.warning("%s; the jobs from here on are started anew", error)
+                self.forks = False
+        return subprocess.Popen(
+            [sys.executable, *line], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env | own,
+            start_new_session=True, pass_fds=[descriptor],
+        )  # fmt: skip
 
     def _end(self, at: Running, cfg: DictConfig) -> None:
         """Record how the process ended, in the job and in its summary.json."""
@@ -268,8 +299,13 @@ class Queue:
         self.failures += job.status not in ("complete", "queued")
         return again
 
+<<<<<<< HEAD
     def _stop(self, processes: list[subprocess.Popen], received: list[int]) -> None:
         """Forward the signal and wait. A second signal, or the end of grace_seconds, kills the processes."""
+=======
+    def _stop(self, processes: list[subprocess.Popen | Child], received: list[int]) -> None:
+        """Pass the signal on and wait; a second one, or the end of the grace, kills."""
+>>>>>>> server
         for process in processes:
             _signal(process, received[0])
         deadline = time.monotonic() + self.settings.grace_seconds
@@ -304,8 +340,13 @@ def _signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
+<<<<<<< HEAD
 def _signal(process: subprocess.Popen, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):  # it has already ended
+=======
+def _signal(process: subprocess.Popen | Child, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+>>>>>>> server
         os.killpg(process.pid, number)
 
 
