@@ -233,7 +233,7 @@ def test_auto_on_a_cpu_says_why_not_faster(caplog):
         name, reason = which_impl(case)
         attention(*qkv(dtype=torch.float32))
     assert name == "flash" and "fa4: flash-attn-4 (the extra `gpu`" in reason
-    assert [r.getMessage() for r in caplog.records] == [f"attention in float32 on cpu takes flash: {reason}"]  # once
+    assert [r.getMessage() for r in caplog.records] == [f"attention in float32 on cpu uses flash: {reason}"]  # once
     assert which_impl(case_of(*qkv()))[0] == "math"
     assert which_impl(case_of(*qkv(dtype=torch.float32), dropout=0.1))[0] == "math"
 

@@ -5,7 +5,7 @@
 check    relative error of y, dq, dk, dv against the equation in float64, for every implementation and option that it has
 speed    the shapes of H200.md, forward and forward + backward: every backend called as its own documentation says, ours, and
          ours over the fastest of them
-choice   what "auto" takes in a dozen cases, and why
+choice   what "auto" selects in a dozen cases, and why
 step     one token of B rows against their caches, fused and in plain torch, with the share of the card's copy speed (4.27 TB/s)
          at which the keys and values are read
 options  a window, documents, shared heads, ALiBi, hard-ALiBi, uneven heads: ours by each implementation that can

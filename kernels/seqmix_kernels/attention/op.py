@@ -69,7 +69,7 @@ def attention(
         lengths: (B,) int32: the keys that a row has; its last query stands at lengths - 1 (in place of S - 1) and what
             is behind it changes nothing, if it is finite. A query before the first key gives 0.
         dropout: of the weights a. The caller passes 0 in evaluation.
-        impl: one of IMPLS; README.md tells them apart. "auto" is what `which_impl` answers.
+        impl: one of IMPLS; README.md tells them apart. "auto" selects what `which_impl` returns.
 
     Returns:
         (B, L, H, P) in q's dtype, dense. Differentiable in q, k, v; twice by "math" alone. Gradients are bitwise
@@ -78,7 +78,7 @@ def attention(
     Under autocast q, k, v are cast to the autocast dtype. Weights are float32 inside whatever the dtype.
 
     Raises:
-        ValueError: a shape, dtype, device or name that does not fit, or an implementation that cannot run here.
+        ValueError: an invalid shape, dtype, device or name, or an implementation that cannot run here.
     """
     device = q.device.type
     if torch.is_autocast_enabled(device):
@@ -143,7 +143,7 @@ def why_not(impl: str, case: Case) -> str | None:
 
 
 def which_impl(case: Case) -> tuple[str, str]:
-    """What "auto" takes, and why that and not what stands before it in IMPLS: ("cudnn", "fastest of ...; fa4: ...").
+    """What "auto" selects, and why that and not what stands before it in IMPLS: ("cudnn", "fastest of ...; fa4: ...").
 
     On a GPU every candidate runs once against "math", forward and backward, and those that agree are timed, over 2^30 scores;
     one must be 5 % faster than those before it to be taken in their place. Where the case is small launches take the time,
@@ -195,7 +195,7 @@ def _decide_once(case: Case, repeatable: bool) -> tuple[str, str]:
     elif not reason.endswith(EARLIER):
         reason += EARLIER
     slow = name == "math" and case.dtype != torch.float64
-    text = "attention in %s on %s takes %s: %s"
+    text = "attention in %s on %s uses %s: %s"
     log.log(logging.WARNING if slow else logging.INFO, text, str(case.dtype)[6:], case.device, name, reason)
     return name, reason
 

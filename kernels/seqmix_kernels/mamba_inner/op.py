@@ -67,7 +67,7 @@ def mamba_inner(
     used; gradients come in the dtype of what they belong to.
 
     Raises:
-        ValueError: a shape, dtype, device or name that does not fit, or a scan that cannot run here.
+        ValueError: an invalid shape, dtype, device or name, or a scan that cannot run here.
     """
     device = u.device.type
     if u.dtype != torch.float64 and torch.is_autocast_enabled(device):

@@ -43,7 +43,7 @@ def mamba_step(
         dt_bias, D: (E,). A_log: (E, N), A = -exp(A_log). float32 (float64 where u is).
         conv_state: (B, W-1, E), the inputs before, oldest first. ssm_state: (B, E, N), float32 (float64 where u is).
         discretization: "euler" or "zoh".
-        impl: one of IMPLS. "fused" has no gradient; "auto" is what `which_impl` answers.
+        impl: one of IMPLS. "fused" has no gradient; "auto" selects what `which_impl` returns.
         in_place: the states given are used up; the fused step writes the new ones over them and hands them back.
 
     Returns:
@@ -52,7 +52,7 @@ def mamba_step(
     Products and out are in u's dtype, or in the autocast dtype.
 
     Raises:
-        ValueError: a shape, dtype, device or name that does not fit, or an implementation that cannot run here.
+        ValueError: an invalid shape, dtype, device or name, or an implementation that cannot run here.
     """
     device, dtype = u.device.type, u.dtype
     if u.dtype != torch.float64 and torch.is_autocast_enabled(device):
@@ -80,7 +80,7 @@ def mamba_step(
 
 
 def which_impl(u: Tensor, conv: Tensor, needs_grad: bool) -> tuple[str, str]:
-    """What "auto" takes for tensors like these, and why: ("fused", "fused GPU kernels")."""
+    """What "auto" selects for tensors like these, and why: ("fused", "fused GPU kernels")."""
     reason = why_not("fused", u, conv, needs_grad)
     return ("fused", "fused GPU kernels") if reason is None else ("reference", f"fused cannot run: {reason}")
 
@@ -106,7 +106,7 @@ def _interpreting() -> bool:
 
 @functools.cache
 def _say_once(device: str, name: str, reason: str) -> None:
-    log.info("mamba_step on %s takes %s: %s", device, name, reason)
+    log.info("mamba_step on %s uses %s: %s", device, name, reason)
 
 
 # ---- the registered op ----------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ def s4d_kernel(log_a: Tensor, c: Tensor, length: int, impl: str = "auto") -> Ten
         log_a: (D, M, 2), real and imaginary part of log ā; float64 keeps the phase right to any length.
         c: (..., D, M, 2), float32 or float64, which is what the result is computed in.
         length: L >= 1.
-        impl: one of IMPLS; "auto" is what `which_impl` answers.
+        impl: one of IMPLS; "auto" selects what `which_impl` returns.
 
     Returns:
         K (..., D, L) in c's dtype. Differentiable once in log_a and c ("reference": any number of times).
@@ -103,7 +103,7 @@ def dplr_kernel(lam: Tensor, P: Tensor, B: Tensor, C: Tensor, length: int, impl:
         lam, P, B: (D, M, 2) pairs of real and imaginary part, Re lam < 0; float64 keeps poles and nodes apart.
         C: (D, M, 2), float32 or float64, which is what the sums are computed in. C (I - Ā^n) always is in float64.
         length: L >= 1. A length no FFT is fast at costs what the next good one does.
-        impl: one of IMPLS; "auto" is what `which_impl` answers.
+        impl: one of IMPLS; "auto" selects what `which_impl` returns.
 
     Returns:
         K (D, L) in C's dtype. Differentiable once in all four ("reference": any number of times).
@@ -170,7 +170,7 @@ def residues(lam: Tensor, P: Tensor, B: Tensor, C: Tensor) -> Tensor:
 
 
 def which_impl(c: Tensor) -> tuple[str, str]:
-    """What "auto" takes for coefficients like these, and why."""
+    """What "auto" selects for coefficients like these, and why."""
     if c.is_cuda:
         reason = why_not("fused", c)
         if reason is None:
@@ -211,7 +211,7 @@ def _choose(c: Tensor, impl: str) -> str:
 
 @functools.cache
 def _say_once(device: str, dtype: torch.dtype, name: str, reason: str) -> None:
-    log.info("s4_kernel on %s in %s takes %s: %s", device, dtype, name, reason)
+    log.info("s4_kernel on %s in %s uses %s: %s", device, dtype, name, reason)
 
 
 def _check_length(length: int) -> None:

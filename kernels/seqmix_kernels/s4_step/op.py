@@ -40,7 +40,7 @@ def s4_step(
             modes, which count once. C: (E, M, 2), or (E, N, 1) for real modes. All float32, or float64.
         method: "zoh" or "bilinear"; with a P always the latter.
         activation: φ, "gelu" or None.
-        impl: one of IMPLS. "fused" has no gradient; "auto" is what `which_impl` answers.
+        impl: one of IMPLS. "fused" has no gradient; "auto" selects what `which_impl` returns.
         in_place: the state given is used up; the fused step writes the new one over it and hands it back.
 
     Returns:
@@ -48,7 +48,7 @@ def s4_step(
         in_place.
 
     Raises:
-        ValueError: a shape, dtype, device or name that does not fit, or an implementation that cannot run here.
+        ValueError: an invalid shape, dtype, device or name, or an implementation that cannot run here.
     """
     tensors = (u, x, log_dt, log_decay, imag, P, B, C, D)
     method = method if P is None else "bilinear"
@@ -84,7 +84,7 @@ def gated_projection(
         (B, O) in y's dtype, or the autocast dtype.
 
     Raises:
-        ValueError: a shape, device or name that does not fit, or an implementation that cannot run here.
+        ValueError: an invalid shape, device or name, or an implementation that cannot run here.
     """
     weights = gate_proj, gate_bias, out_proj, out_bias
     if y.dim() != 2 or not y.is_floating_point():
@@ -106,7 +106,7 @@ def gated_projection(
 
 
 def which_impl(u: Tensor, states: int, needs_grad: bool) -> tuple[str, str]:
-    """What "auto" takes for tensors like these, and why: ("fused", "fused GPU kernels"). states: numbers of state a channel."""
+    """What "auto" selects for tensors like these, and why: ("fused", "fused GPU kernels"). states: numbers of state a channel."""
     reason = why_not("fused", u, states, needs_grad)
     return ("fused", "fused GPU kernels") if reason is None else ("reference", f"fused cannot run: {reason}")
 
@@ -143,7 +143,7 @@ def _choose(op: str, tensors: tuple[Tensor | None, ...], like: Tensor, states: i
 
 @functools.cache
 def _say_once(op: str, device: str, name: str, reason: str) -> None:
-    log.info("%s on %s takes %s: %s", op, device, name, reason)
+    log.info("%s on %s uses %s: %s", op, device, name, reason)
 
 
 # ---- the registered ops ---------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ def selective_scan(
         seq_idx: (B, L) integers. Where it changes from t-1 to t the state is forgotten before t (decay 0). Position 0
             keeps the initial state. Negative values have no special meaning.
         chunk: steps between the states kept for the backward (of one parallel scan in "chunked"); None: chosen.
-        impl: one of IMPLS; README.md gives depth and work of each. "auto" is what `which_impl` answers.
+        impl: one of IMPLS; README.md gives depth and work of each. "auto" selects what `which_impl` returns.
 
     Returns:
         y (B, L, D) in x's dtype and the final state (B, D, N). Everything real is differentiable, the states too.
@@ -58,7 +58,7 @@ def selective_scan(
     Under autocast x, dt, z, B, C are cast to the autocast dtype and the rest stays float32.
 
     Raises:
-        ValueError: a shape, dtype, device or name that does not fit, or an implementation that cannot run here.
+        ValueError: an invalid shape, dtype, device or name, or an implementation that cannot run here.
     """
     device = x.device.type
     if x.dtype != torch.float64 and torch.is_autocast_enabled(device):
@@ -86,7 +86,7 @@ def selective_scan(
 
 
 def which_impl(x: Tensor) -> tuple[str, str]:
-    """What "auto" takes for a tensor like x, and why: ("cpu", "C kernel, ...")."""
+    """What "auto" selects for a tensor like x, and why: ("cpu", "C kernel, ...")."""
     if x.dtype == torch.float64:
         return "sequential", "float64 is for checking: the plain recurrence"
     best = "fused" if x.is_cuda else "cpu"
@@ -153,7 +153,7 @@ def _chosen(x: Tensor, impl: str) -> str:
 @functools.cache
 def _say_once(device: str, double: bool, name: str, reason: str) -> None:
     slow = name == "chunked"
-    log.log(logging.WARNING if slow else logging.INFO, "selective_scan on %s takes %s: %s", device, name, reason)
+    log.log(logging.WARNING if slow else logging.INFO, "selective_scan on %s uses %s: %s", device, name, reason)
 
 
 # ---- the registered ops: what torch.compile, autograd and the backends see ------------------------------------------
