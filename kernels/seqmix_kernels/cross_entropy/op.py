@@ -4,9 +4,9 @@
     loss_t = log Σ_v exp(l_tv) - l_{t, target_t}                   ∂l_tv = ∂loss_t (exp(l_tv - log Σ) - [v = target_t])
 
 With V = 50,000 the logits are the largest tensor of a small language model. In plain torch the loss allocates three more
-of that size in float32 (the logits, their log-softmax, its gradient): 14 bytes per element at the peak, besides the 2 of bfloat16
-logits. The kernels read the logits twice, forward and backward, and write their gradient: this takes 2 more bytes per element, or
-none where the operator computed the logits itself and may overwrite them.
+of that size in float32 (the logits, their log-softmax, its gradient): 14 bytes per element at the peak, besides the 2 of
+bfloat16 logits. The kernels read the logits twice, forward and backward, and write their gradient: this takes 2 more bytes per
+element, or none where the operator computed the logits itself and may overwrite them.
 """
 
 import torch
@@ -156,7 +156,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 dx = logits @ rows
             if ctx.needs_input_grad[1]:
-                # includes the padding rows, which cuBLAS needs here, too: without them this took 2.4 ms on an H200 instead of 1.7
+                # with the padding rows, which cuBLAS needs here, too: without them this took 2.4 ms on an H200 instead of 1.7
                 whole = x.new_empty(rows.shape, dtype=ctx.dtype)
                 product(logits.t(), x, whole)
                 dweight = whole[: ctx.size[0]]

@@ -25,8 +25,8 @@ def embedding(tokens: Tensor, weight: Tensor, impl: str = "auto") -> Tensor:
 
     Returns:
         (..., D) in weight's dtype. Differentiable in weight, with "fused" only once: create_graph=True raises a
-        NotImplementedError. The gradient is bitwise reproducible on one model of GPU, and zero in the rows of tokens that do not
-        occur.
+        NotImplementedError. The gradient is bitwise reproducible on one model of GPU, and zero in the rows of tokens that do
+        not occur.
 
     A token outside 0 .. V-1 raises an IndexError on the CPU. "fused" neither reads nor writes outside the table and does not
     synchronize with the device to report it: the row of such a token is NaN and has no gradient, whereas torch triggers a

@@ -2,13 +2,13 @@
 
     a = silu(gate) value          silu(x) = x σ(x)
 
-(Shazeer 2020, "GLU Variants Improve Transformer", eq. 5, without its matrices.) gate and value are the halves of one projection.
-The gradients are
+(Shazeer 2020, "GLU Variants Improve Transformer", eq. 5, without its matrices.) gate and value are the halves of one
+projection. The gradients are
 
     ∂gate = ∂a value σ(gate) (1 + gate (1 - σ(gate)))          ∂value = ∂a silu(gate)
 
-In plain torch, autograd saves silu(gate) in addition to the halves and concatenates their gradients. The kernels save only h and
-write its gradient once.
+In plain torch, autograd saves silu(gate) in addition to the halves and concatenates their gradients. The kernels save only h
+and write its gradient once.
 """
 
 import torch
