@@ -113,7 +113,7 @@ def which_impls(u: Tensor, conv: Tensor, scan: str = "auto") -> dict[str, str]:
 def saved_bytes(d_model: int, width: int, n: int, rank: int, itemsize: int, level: int, state_bytes: float) -> float:
     """Bytes per token that the node saves for its backward, including u (which the previous block may hold anyway).
 
-    width: E. itemsize: of u. state_bytes: of the scan's states per (b, t, d); see `boundary_spec` of its backends. The
+    width: E. itemsize: of u. state_bytes: of the scan's states per (b, t, d); see `saved_specs` of its backends. The
     parameters that it saves belong to the caller.
     """
     kept = d_model * itemsize
