@@ -168,12 +168,12 @@ def test_b04_what_cannot_run_is_an_error_with_its_reason():
         ((9, 0), dict(dtype=torch.float32), "fa4", "computes in bfloat16 and float16, q is float32"),
         ((9, 0), dict(dtype=torch.float32), "flash", "computes in bfloat16 and float16, q is float32"),
         ((9, 0), dict(dtype=torch.float64), "efficient", "float32, bfloat16 and float16, q is float64"),
-        ((7, 5), {}, "fa4", "needs compute capability 9.0 for gradients, this card has 7.5"),
-        ((8, 0), {}, "fa4", "needs compute capability 9.0 for gradients, this card has 8.0"),
-        ((7, 5), dict(train=False), "fa4", "needs compute capability 8.0, this card has 7.5"),
-        ((7, 5), {}, "flash", "needs compute capability 8.0, this card has 7.5"),
-        ((9, 0), dict(head_dim=264), "fa4", "takes heads of 256 on this card, these are 264 wide"),
-        ((10, 0), dict(head_dim=136), "fa4", "takes heads of 128 on this card, these are 136 wide"),
+        ((7, 5), {}, "fa4", "needs compute capability 9.0 for gradients, this GPU has 7.5"),
+        ((8, 0), {}, "fa4", "needs compute capability 9.0 for gradients, this GPU has 8.0"),
+        ((7, 5), dict(train=False), "fa4", "needs compute capability 8.0, this GPU has 7.5"),
+        ((7, 5), {}, "flash", "needs compute capability 8.0, this GPU has 7.5"),
+        ((9, 0), dict(head_dim=264), "fa4", "takes heads of at most 256 on this GPU, these are 264 wide"),
+        ((10, 0), dict(head_dim=136), "fa4", "takes heads of at most 128 on this GPU, these are 136 wide"),
         ((9, 0), dict(head_dim=136), "cudnn", "at most 128 wide, these are 136"),
         ((9, 0), dict(dropout=True), "fa4", "no dropout"),
         ((9, 0), dict(windowed=True), "cudnn", "takes no window"),
@@ -230,7 +230,7 @@ def test_auto_on_a_cpu_says_why_not_faster(caplog):
         name, reason = which_impl(case)
         attention(*qkv(dtype=torch.float32))
     assert name == "flash" and "fa4: flash-attn-4 (the extra `gpu`" in reason
-    assert [r.getMessage() for r in caplog.records] == [f"attention in float32 on cpu takes flash: {reason}"]  # once
+    assert [r.getMessage() for r in caplog.records] == [f"attention in float32 on cpu uses flash: {reason}"]  # once
     assert which_impl(case_of(*qkv()))[0] == "math"
     assert which_impl(case_of(*qkv(dtype=torch.float32), dropout=0.1))[0] == "math"
 
