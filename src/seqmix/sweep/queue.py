@@ -1,9 +1,5 @@
-<<<<<<< HEAD
-"""The queue of a sweep: each job runs `python train.py ...` in a process of its own, at most `n_jobs` at once.
-=======
-"""The queue of a sweep: each job `python train.py ...` in a process of its own, no more at once than asked for. On Linux a
-fork server starts them, which has imported what they need; with a runner, each imports for itself.
->>>>>>> server
+"""The queue of a sweep: each job runs `python train.py ...` in a process of its own, at most `n_jobs` at once. On Linux a
+fork server that has imported what jobs need starts them; with `hydra.launcher.runner` each job imports for itself.
 
 sweep.json in the sweep's folder is the record of its jobs, rewritten at each change; output.log in a job's folder has
 all that its processes have printed. The queue's process trains nothing and uses no GPU.
@@ -217,21 +213,9 @@ class Queue:
         prepare(job.path, cfg, hydra, job.overrides)
         own = [o for o in self.config.hydra.overrides.hydra if not o.startswith(OF_THE_SWEEP)]
         overrides = [*job.overrides, *halved(cfg, job.halvings), *own]
-<<<<<<< HEAD
-        line = [sys.executable, *map(str, self.settings.runner), str(self.script), *overrides]
-        line += ["hydra.mode=RUN", f"hydra.run.dir={quoted(job.folder)}"]
-        line += [f"++hydra.job.num={job.number}", f"++hydra.job.id={job.number}"]
-        env = os.environ | {
-            PARENT: str(os.getpid()),
-            "PYTHONUNBUFFERED": "1",
-            **wandb_names(job.path),
-        }
-        env.setdefault("OMP_NUM_THREADS", str(self.threads))  # not MKL_NUM_THREADS, which could contradict it
-=======
         overrides += ["hydra.mode=RUN", f"hydra.run.dir={quoted(job.folder)}"]
         overrides += [f"++hydra.job.num={job.number}", f"++hydra.job.id={job.number}"]
         env = wandb_names(job.path)
->>>>>>> server
         gpus = None
         if self.gpus:
             k = self.settings.gpus_per_job
@@ -248,7 +232,7 @@ class Queue:
         """`python *line`, with `own` in its environment. In a process group of its own, and in another session than this
         process: Ctrl-C reaches a job through this process, once."""
         env = os.environ | {PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
-        env.setdefault("OMP_NUM_THREADS", str(self.threads))  # and not MKL's own, which would part from it
+        env.setdefault("OMP_NUM_THREADS", str(self.threads))  # not MKL_NUM_THREADS, which could contradict it
         if self.forks:
             try:
                 if self.server is None:  # what libraries read when they are loaded is the same for all jobs
@@ -299,13 +283,8 @@ class Queue:
         self.failures += job.status not in ("complete", "queued")
         return again
 
-<<<<<<< HEAD
-    def _stop(self, processes: list[subprocess.Popen], received: list[int]) -> None:
-        """Forward the signal and wait. A second signal, or the end of grace_seconds, kills the processes."""
-=======
     def _stop(self, processes: list[subprocess.Popen | Child], received: list[int]) -> None:
-        """Pass the signal on and wait; a second one, or the end of the grace, kills."""
->>>>>>> server
+        """Forward the signal and wait. A second signal, or the end of grace_seconds, kills the processes."""
         for process in processes:
             _signal(process, received[0])
         deadline = time.monotonic() + self.settings.grace_seconds
@@ -340,13 +319,8 @@ def _signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-<<<<<<< HEAD
-def _signal(process: subprocess.Popen, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has already ended
-=======
 def _signal(process: subprocess.Popen | Child, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has ended by itself
->>>>>>> server
+    with contextlib.suppress(ProcessLookupError):  # it has already ended
         os.killpg(process.pid, number)
 
 
