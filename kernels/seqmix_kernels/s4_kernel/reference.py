@@ -31,8 +31,8 @@ def recurrence(lam: Tensor, P: Tensor, B: Tensor, C: Tensor, length: int) -> Ten
 def dplr(lam: Tensor, P: Tensor, B: Tensor, C: Tensor, length: int) -> Tensor:
     """K from its generating function at the roots of unity (Gu, Goel & Ré 2022, §3.2, C.3). (D, M, 2) each -> (D, L).
 
-    Complex numbers as such, each fraction stored, memory O(D N L), and the paper's form: the limit at ω = -1, where
-    2/(1+ω) and z are infinite, stands by itself.
+    It uses complex tensors and the paper's form, and stores each fraction, memory O(D N L). The limit at ω = -1, where 2/(1+ω)
+    and z are infinite, is a special case.
     """
     wide = torch.complex128 if C.dtype == torch.float64 else torch.complex64
 

@@ -1,4 +1,4 @@
-# ruff: noqa: RUF005 (the compiler's front end knows tuple concatenation, not unpacking)
+# ruff: noqa: RUF005 (the compiler's front end supports tuple concatenation, not unpacking)
 """The selective scan in plain Triton: any N up to 256, any length, strides, options. Triton's interpreter can run it.
 
     delta_t = softplus(dt_t + dt_bias)                      (or dt_t + dt_bias)
