@@ -1,6 +1,6 @@
-/* Vectors of channels for the CPU kernels: arithmetic, loads and stores with any stride, and a crowd of threads.
+/* Vectors of channels for the CPU kernels: arithmetic, loads and stores with any stride, and a pool of threads.
 
-A vector is VW floats, as wide as the target's registers; GCC's and Clang's vector types carry the plain arithmetic. */
+A vector is VW floats, as wide as the target's registers; GCC's and Clang's vector types provide the plain arithmetic. */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -31,7 +31,7 @@ typedef float vfu __attribute__((vector_size(4 * VW), aligned(4), may_alias));
 INLINE vf splat(float s) { return s - (vf){0}; }
 INLINE vf pick(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
 
-/* x rounded to an integer, and p 2^k for an integer k; NaN goes through both. */
+/* x rounded to an integer, and p 2^k for an integer k; both propagate NaN. */
 #if defined(__AVX512F__)
 INLINE vf nearest(vf x) { return (vf)_mm512_roundscale_ps((__m512)x, 8); }
 INLINE vf scale(vf p, vf k) { return (vf)_mm512_scalef_ps((__m512)p, (__m512)k); }
@@ -59,7 +59,7 @@ INLINE vf exp2m1v(vf x) {
     vf k = nearest(x), f = x - k;
     vf q = 0.2402264923f + f * (0.0555035733f + f * (0.00961823761f + f * (0.00133907353f + f * 0.00015403512f)));
     vf g = f * (0.6931471825f + f * q), s = scale(splat(1.0f), k);
-    return pick(x > 64.0f, scale(1.0f + g, k), s * g + (s - 1.0f)); /* infinity times a g of 0 is not wanted */
+    return pick(x > 64.0f, scale(1.0f + g, k), s * g + (s - 1.0f)); /* avoids infinity times a g of 0 */
 }
 
 #define LOG2E 1.4426950409f
@@ -106,7 +106,7 @@ static inline void sum_rows(float *to, const float *from, int64_t rows, int64_t 
 
 /* ---- threads ----------------------------------------------------------------------------------------------------- */
 
-/* `tasks` calls of task(args, memory, i), where each thread has `bytes` of memory of its own, aligned to a vector. */
+/* `tasks` calls of task(args, memory, i), where each thread has its own `bytes` of memory, aligned to a vector. */
 struct job {
     const void *args;
     void (*task)(const void *, void *, int64_t);
@@ -114,12 +114,12 @@ struct job {
     int failed;
 };
 
-static void *work(void *p) { /* tasks are handed out as threads come free: which thread has one changes no result */
+static void *work(void *p) { /* free threads take the next task; which thread runs it does not change the result */
     struct job *job = p;
     void *memory = job->bytes ? aligned_alloc(64, (job->bytes + 63) / 64 * 64) : 0;
 #if defined(__SSE__)
     unsigned mode = _mm_getcsr();
-    _mm_setcsr(mode | 0x8040); /* denormals are zero: a forgotten state must not cost a hundred cycles a step */
+    _mm_setcsr(mode | 0x8040); /* denormals are zero: a decayed state must not cost a hundred cycles per step */
 #endif
     if (job->bytes && !memory) __atomic_store_n(&job->failed, 1, __ATOMIC_RELAXED);
     else
@@ -132,7 +132,7 @@ static void *work(void *p) { /* tasks are handed out as threads come free: which
     return 0;
 }
 
-/* Returns 0, or 1 where a thread found no memory. */
+/* Returns 0, or 1 if a thread ran out of memory. */
 static inline int run(struct job job) {
     int64_t threads = min64(job.threads, job.tasks);
     if (threads < 2) {

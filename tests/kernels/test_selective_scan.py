@@ -617,7 +617,7 @@ def test_a_compiler_that_fails_is_a_reason(fresh_choice, monkeypatch, tmp_path):
         ({"dt": torch.zeros(2, 5, 6)}, r"dt must have shape \(2, 4, 6\); got \(2, 5, 6\)"),
         ({"dt": torch.zeros(2, 4, 6, dtype=torch.bfloat16)}, "dt must be torch.float32"),
         ({"A": torch.zeros(5, 3)}, "A must be .D, N. with D = 6"),
-        ({"A": torch.zeros(6, 257)}, "N from 1 to 256 states a channel; got 257"),
+        ({"A": torch.zeros(6, 257)}, "N from 1 to 256 states per channel; got 257"),
         ({"A": torch.zeros(6, 3, dtype=torch.complex64)}, "A must be torch.float32 .*complex64"),
         ({"A": torch.zeros(6, 3, dtype=torch.bfloat16)}, "A must be torch.float32 .*bfloat16"),
         ({"B": torch.zeros(2, 4, 4, 3)}, "G dividing D = 6"),

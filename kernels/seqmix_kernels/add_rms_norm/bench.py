@@ -1,10 +1,10 @@
-"""Times the residual addition and its norm beside plain torch, by CUDA graphs; one JSON line per shape and implementation.
+"""Times the residual addition and its norm, and plain torch, by CUDA graphs; one JSON line per shape and implementation.
 
     python -m seqmix_kernels.add_rms_norm.bench [--shapes 16384x768,...] [--dtype bfloat16] [--count 20]
 
-A shape is rows x D. x and the weight are in float32, y and n in the dtype, as under autocast. *_of_copy: the share of the time
-that a copy of the same bytes takes: x, y, s, n forward; s, ∂s, ∂n, ∂x, ∂y backward. It can exceed 1 where these fit into the
-second-level cache.
+A shape is rows x D. x and the weight are in float32, y and n in the dtype, as under autocast. *_of_copy: the time of a copy of
+the same bytes over the measured time. The bytes are x, y, s, n in the forward and s, ∂s, ∂n, ∂x, ∂y in the backward. It can
+exceed 1 where these fit into the L2 cache.
 """
 
 import argparse

@@ -1,7 +1,8 @@
 """The residual addition and its RMSNorm in plain Triton; op.py has the equations.
 
-A program of the forward holds one tile of rows. The backward has a fixed number of programs, each of which walks many tiles
-and keeps its share of the weight's gradient in registers; a second kernel adds up the shares in a fixed order.
+A program of the forward holds one tile of rows. The backward has a fixed number of programs, each of which processes
+many tiles and keeps its partial sum of the weight's gradient in registers; a second kernel adds the partial sums in a fixed
+order.
 """
 
 import torch
@@ -13,8 +14,8 @@ from .. import fused_rowwise as rowwise
 from ..fused_rowwise import start
 from ..launch import launch
 
-LARGEST = 8192  # elements of a row, which a program holds in registers
-WARPS = 32  # of the backward per multiprocessor: as many as its registers hold for rows of up to 4096
+LARGEST = 8192  # most elements of a row, which a program holds in registers
+WARPS = 32  # warps of the backward per multiprocessor: as many as its registers hold for rows of up to 4096
 
 
 @triton.jit(do_not_specialize=["N", "sx", "sy"])
@@ -31,7 +32,7 @@ def forward_kernel(
         s += tl.load(y_ptr + start(row, sy, UNIT) + d[None, :], mask=here, other=0.0).to(tl.float32)
         kept = s.to(s_ptr.dtype.element_ty)
         tl.store(s_ptr + at, kept, mask=here)
-        s = kept.to(tl.float32)  # the norm is that of what is returned
+        s = kept.to(tl.float32)  # the norm is computed from s as it is returned
     r = tl.rsqrt(tl.sum(s * s, axis=1) / D + EPS)
     w = tl.load(w_ptr + d, mask=d < D, other=0.0).to(tl.float32)
     tl.store(n_ptr + at, (s * r[:, None] * w[None, :]).to(n_ptr.dtype.element_ty), mask=here)
@@ -97,7 +98,7 @@ def forward(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, dtype: torc
 def backward(
     ds: Tensor | None, dn: Tensor, s: Tensor, weight: Tensor, r: Tensor, y_dtype: torch.dtype | None, needs_weight: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradients of x, in the dtype of s; of y, in y_dtype, None without one; of the weight, None unless it is needed."""
+    """The gradients of x, in the dtype of s; of y, in y_dtype (None without one); of the weight, None unless it is needed."""
     dx = s.new_empty(s.shape)
     dy = None if y_dtype is None else s.new_empty(s.shape, dtype=y_dtype)
     dweight = weight.new_empty(weight.shape) if needs_weight else None

@@ -203,7 +203,7 @@ def options():
     for title, keys, more in (
         ("plain", {}, {}),
         ("window 512", {}, {"window": 512}),
-        ("8 documents a row", {}, {"seq_idx": documents}),
+        ("8 documents per row", {}, {"seq_idx": documents}),
         ("4 key heads", {"H_kv": 4}, {}),
         ("ALiBi", {}, {"slopes": alibi_slopes(16)}),
         ("hard-ALiBi, 8 of 16", {}, {"window": hard}),

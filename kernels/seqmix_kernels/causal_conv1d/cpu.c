@@ -1,12 +1,12 @@
 /* The short causal convolution on a CPU, forward and backward; cpu.py builds and calls this file.
 
-A task is one batch row and a block of channels, and walks time once. The last W inputs of each channel are its window:
+A task is one batch row and a block of channels, and passes over time once. The last W inputs of each channel are its window:
 
     forward    y = act(bias + Σ_w weight_w window_w)
-    backward   the same again for p, the sum before act; then ∂p = ∂y act'(p), ∂weight_w += ∂p window_w, and each input
+    backward   recomputes p, the sum before act; then ∂p = ∂y act'(p), ∂weight_w += ∂p window_w, and each input
                in the window gathers weight_w ∂p until it leaves, when its gradient is complete
 
-A step that opens a document sees none of the others: `reach` counts how far back a window may be read. */
+A step that begins a document sees no earlier step: `reach` counts how far back a window may be read. */
 #include "../vector.h"
 
 #define MAX_TAPS 4
@@ -34,7 +34,7 @@ static int lanes(const struct task *k, int64_t v) { return v + 1 < k->nv ? VW : 
 
 struct channel { vf weight[MAX_TAPS], bias, window[MAX_TAPS], dwindow[MAX_TAPS], dweight[MAX_TAPS], dbias; };
 
-/* window[1 ..] hold the steps before the first, as if it had just moved on */
+/* window[1 ..] hold the steps before the first, as if the window had just advanced */
 static void start(struct channel *c, const struct args *a, const struct task *k) {
     memset(c, 0, sizeof *c * k->nv);
     for (int64_t v = 0; v < k->nv; v++)
@@ -50,7 +50,7 @@ static int opens(const struct args *a, const struct task *k, int64_t t) {
     return a->seq && t && a->seq[k->b * a->length + t] != a->seq[k->b * a->length + t - 1];
 }
 
-/* Moves the window on by one step, which enters last. */
+/* Advances the window by one step, which enters last. */
 INLINE void move(struct channel *c, const int taps, int fresh, vf x) {
     for (int w = 0; w + 1 < taps; w++) c->window[w] = fresh ? splat(0.0f) : c->window[w + 1];
     c->window[taps - 1] = x;
@@ -89,7 +89,7 @@ static void forward_task(const void *args, void *memory, int64_t i) {
             store(a->final + (k.b * (a->taps - 1) + w - 1) * a->width + k.first + v * VW, c[v].window[w], lanes(&k, v));
 }
 
-/* The gradient of the input of step t is complete; before the first step it is one of the state. */
+/* The gradient of the input of step t is complete; before the first step it belongs to the state. */
 INLINE void leave(const struct args *a, const struct task *k, int64_t t, int64_t v, vf d) {
     int64_t at = k->first + v * VW, back = a->taps - 1;
     if (t >= 0) store(a->dx + (k->b * a->length + t) * a->width + at, d, lanes(k, v));
@@ -147,7 +147,7 @@ static void backward_task(const void *args, void *memory, int64_t i) {
     }
 }
 
-/* ---- entry points: 0, or 1 where there was no memory ------------------------------------------------------------- */
+/* ---- entry points: 0, or 1 if out of memory --------------------------------------------------------------------- */
 
 int64_t seqmix_lanes(void) { return VW; }
 

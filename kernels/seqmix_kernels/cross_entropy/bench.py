@@ -1,10 +1,10 @@
-"""Times the loss of each token from hidden states, beside the path that keeps a tensor of logits for each step of it.
+"""Times the loss per token from hidden states, and the path that stores a tensor of logits for each of its steps.
 
     python -m seqmix_kernels.cross_entropy.bench [--shapes 16384x50277x768,...] [--dtype bfloat16] [--scored 1.0] [--count 10]
 
 A shape is T x V x D: tokens, classes, width. x in `dtype`, the weight in float32, under autocast to `dtype`. One JSON line per
-shape and variant: milliseconds of the GPU alone, by CUDA graphs (../graph_timing.py), and MiB at the peak above the inputs,
-gradients included; of the forward without gradients (fwd) and of forward and backward (both).
+shape and variant gives milliseconds of the GPU alone, by CUDA graphs (../graph_timing.py), and the peak MiB above the inputs,
+including gradients, of the forward without gradients (fwd) and of forward and backward (both).
 
 before   F.pad of the weight, F.linear, the slice of V columns, cross_entropy, argmax
 """
@@ -24,7 +24,7 @@ from .op import cross_entropy, linear_cross_entropy
 def inputs(
     tokens: int, classes: int, width: int, dtype: torch.dtype, device: str = "cuda", scored: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x, weight, targets of which about `scored` are scored."""
+    """x, weight, and targets, of which a fraction of about `scored` is scored."""
     g = torch.Generator(device).manual_seed(0)
     x = torch.randn(tokens, width, generator=g, device=device).to(dtype).requires_grad_()
     weight = (torch.randn(classes, width, generator=g, device=device) * width**-0.5).requires_grad_()
@@ -40,7 +40,7 @@ def before(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def peak_mib(call: Callable[[], object]) -> float:
-    call()  # workspaces of the libraries are not ours
+    call()  # the workspaces of libraries are not counted
     held = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     call()
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m seqmix_kernels.cross_entropy.bench", description=__doc__)
     parser.add_argument("--shapes", default="16384x50277x768,262144x16x64,2048x256x128")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--scored", type=float, default=1.0, help="the share of tokens whose targets are not ignored")
+    parser.add_argument("--scored", type=float, default=1.0, help="the fraction of tokens whose targets are not ignored")
     parser.add_argument("--count", type=int, default=10)
     args = parser.parse_args(argv)
     dtype = getattr(torch, args.dtype)
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> None:
                     losses()
 
             def both(losses=losses, leaves=(x, weight)):
-                # both results are kept until the gradients are made, as a training step keeps them
+                # both results are held until the gradients are computed, as in a training step
                 values, right = losses()
                 return torch.autograd.grad(values.sum() / len(values), leaves), right
 
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> None:
             for name, call in (("fwd", forward), ("both", both)):
                 row[f"{name}_mib"] = peak_mib(call)
                 row[f"{name}_ms"] = graph_milliseconds(call, args.count, 4)
-                torch.cuda.empty_cache()  # what the graph held
+                torch.cuda.empty_cache()  # memory held by the graph
             print(json.dumps(about | row), flush=True)
 
 

@@ -1,8 +1,8 @@
-"""The loss of each token and the gradient of its logits, in plain Triton; op.py has the equations.
+"""The loss per token and the gradient of its logits, in plain Triton; op.py has the equations.
 
-A program takes a tile of ROWS tokens by BLOCK logits: many tokens where the vocabulary is small, one where it is large. In the
-forward it walks the logits of its tokens once, keeping the largest so far and Σ exp(l - largest). In the backward it makes the
-gradient of one tile. Logits of tokens that are not scored are never read.
+A program processes a tile of ROWS tokens by BLOCK logits: many tokens if the vocabulary is small, one if it is large. In the
+forward it reads the logits of its tokens once, keeping the largest so far and Σ exp(l - largest). In the backward it computes
+the gradient of one tile. Logits of tokens that are not scored are never read.
 """
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..launch import launch
 
-BLOCK = 8192  # logits of one token that a program takes at a time
-TILE = 2048  # logits of several tokens
+BLOCK = 8192  # logits of one token that a program processes at a time
+TILE = 2048  # the same for several tokens
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -41,7 +41,7 @@ def loss_kernel(
     block = tl.arange(0, BLOCK)[None, :]
     target, scored = targets_of(t_ptr, t, T, st, IGNORE)
     row = x_ptr + t * sxt
-    # a target that is no class is read nowhere and gives NaN
+    # a target that is not a class reads no memory and gives NaN
     valid = scored & (target >= 0) & (target < V)
     here = tl.load(row + target * sxv, mask=valid, other=float("nan")).to(tl.float32)
     largest = tl.full([ROWS], -float("inf"), tl.float32)
@@ -51,12 +51,12 @@ def loss_kernel(
         if v0 + BLOCK > V:
             x = tl.where(v0 + block < V, x, -float("inf"))  # exp(-inf) adds nothing
         new = tl.maximum(largest, tl.max(x, axis=1))
-        known = tl.where(new == -float("inf"), 0.0, new)  # all -inf so far: no inf - inf
+        known = tl.where(new == -float("inf"), 0.0, new)  # all -inf so far: avoids inf - inf
         total = total * tl.exp2((largest - known) * LOG2E) + tl.sum(tl.exp2((x - known[:, None]) * LOG2E), axis=1)
         largest = new
     log_sum = largest + tl.log2(total) * LN2
     loss = log_sum - here
-    # of several largest logits the first counts: where the target has the largest, those before it are read again
+    # the first of several equal largest logits counts: if the target has the largest, those before it are read again
     before = tl.where(here == largest, target, 0).to(tl.int32)
     tied = tl.zeros([ROWS], tl.int32)
     for v0 in range(0, tl.max(before, axis=0), BLOCK):
@@ -80,13 +80,13 @@ def gradient_kernel(
     x = logits_of(x_ptr + t * sxt, v, scored, width, sxv)
     p = tl.where(scored[:, None] & (v < V), tl.exp2((x - log_sum) * LOG2E), 0.0)
     dx = d * (p - tl.where(v == target[:, None], 1.0, 0.0))
-    # dx may be x: every logit of the tile has been read
+    # dx may be x, because every logit of the tile has been read
     tl.store(dx_ptr + (t * sdx)[:, None] + v, dx.to(dx_ptr.dtype.element_ty), mask=(t < T)[:, None] & (v < width))
 
 
 def padded(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """weight (V, D) in `dtype` with rows of zeros below, so that rows of logits start at multiples of 32 bytes. To any other
-    cuBLAS has only its slowest kernels. A small V stays small; a large one is rounded up to whole tiles of a product."""
+    """weight (V, D) in `dtype`, followed by rows of zeros, so that rows of logits start at multiples of 32 bytes. For other
+    rows cuBLAS uses its slowest kernels. A small V stays small; a large one is rounded up to whole tiles of a product."""
     V, D = weight.shape
     pad = -V % (16 if V < 1024 else 64)
     if pad == 0 and weight.dtype == dtype:
@@ -98,7 +98,7 @@ def padded(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def forward(logits: Tensor, targets: Tensor, ignore_index: int, classes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss of each token and its log Σ exp, (T,) float32, and whether the target is the first choice, (T,) bool, of the
+    """The loss per token and its log Σ exp, (T,) float32, and whether the target is the top prediction, (T,) bool, from the
     first `classes` columns of the logits."""
     tokens, width = logits.shape
     losses, log_sums = (logits.new_empty(tokens, dtype=torch.float32) for _ in range(2))
@@ -116,8 +116,8 @@ def forward(logits: Tensor, targets: Tensor, ignore_index: int, classes: int) ->
 def backward(
     dlosses: Tensor, logits: Tensor, targets: Tensor, log_sums: Tensor, ignore_index: int, classes: int, out: Tensor
 ) -> None:
-    """The gradient of the logits into `out`, of their shape, contiguous; it may be the logits themselves. Zeros where the
-    target is ignored and in columns past `classes`."""
+    """Writes the gradient of the logits into `out`, contiguous and of their shape; it may be the logits themselves. It is zero
+    where the target is ignored and in columns past `classes`."""
     tokens, width = logits.shape
     if logits.numel():
         tile, options = _tile(width)

@@ -1,12 +1,12 @@
-"""Times the rows of tokens and the gradient of their table beside plain torch, by CUDA graphs; one JSON line per shape, kind of
+"""Times the embedding and the gradient of its table, and plain torch, by CUDA graphs; one JSON line per shape, kind of
 tokens and implementation.
 
     python -m seqmix_kernels.embedding.bench [--shapes 16384x50277x768,...] [--tokens uniform,zipf,one] [--count 20]
 
 A shape is T x V x D: tokens, rows of the table, columns. Tokens: uniform; zipf, token v about as often as 1 / v, as in natural
-text; one, all equal. *_of_copy: the share of the time that a copy of the same bytes takes: forward, the tokens, their rows and
-the result; backward, the result's gradient and that of the whole table. It can exceed 1 where these fit into the second-level
-cache. launches: kernels of the forward and backward.
+text; one, all equal. *_of_copy: the time of a copy of the same bytes over the measured time. The bytes are the tokens, their
+rows and the result in the forward, the result's gradient and that of the whole table in the backward. It can exceed 1 where
+these fit into the L2 cache. launches: kernels of the forward and backward.
 """
 
 import argparse
@@ -23,14 +23,14 @@ from .op import IMPLS, embedding
 
 
 def tokens_of(kind: str, T: int, V: int, device: str = "cuda", seed: int = 0) -> Tensor:
-    """T tokens of V, as the module's docstring says; "ends": of the first and the last token alone."""
+    """T tokens of V, as the module's docstring says; "ends": only the first and the last token occur."""
     random = torch.rand(T, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     values = {"uniform": V * random, "zipf": V**random - 1, "one": V // 2 + 0 * random, "ends": (V - 1) * (random > 0.3)}
     return values[kind].long().clamp(max=V - 1).to(device)
 
 
 def launches(call: Callable[[], object]) -> int:
-    """How many kernels, copies and fills a call is."""
+    """How many kernels, copies and fills a call launches."""
     call()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:

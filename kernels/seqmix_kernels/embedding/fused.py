@@ -1,12 +1,12 @@
-"""The rows of tokens and the gradient of the table, in plain Triton; README.md has the algorithm.
+"""The rows of tokens and the gradient of the table, in plain Triton; README.md describes the algorithm.
 
-    forward_kernel   gathers rows, and writes the tokens once more as keys, which the backward reads
-    one_hot_kernel   V <= ONE_HOT: each program adds its tokens' rows into V sums that it holds in registers
-    rank_kernel      sorts few keys, by counting for each one how many come before it
+    forward_kernel   gathers rows, and writes the tokens as keys, which the backward reads
+    one_hot_kernel   V <= ONE_HOT: each program adds its tokens' rows to V sums that it holds in registers
+    rank_kernel      sorts up to RANKED keys, by counting for each one how many come before it
     runs_kernel      sums the runs of equal keys that lie inside a chunk of the sorted keys; zeros the rows without a key
     borders_kernel   sums the runs that lie in several chunks
 
-A key is a token, or V in place of a token that is none; it is stored minus `shift`, to fit into 16 bits where V allows that.
+A key is a token, or V in place of an invalid token; it is stored minus `shift`, to fit into 16 bits where V allows that.
 """
 
 import torch
@@ -20,10 +20,10 @@ from ..launch import launch
 
 TILE = 2048  # elements that a program of the forward gathers: 16 per thread
 ONE_HOT = 32  # the largest V whose sums fit into registers, 4 columns per thread
-RANKED = 8192  # keys of which each is compared with each; with more that takes longer than torch's sort (an estimate)
-CHUNK = 16  # sorted keys that a program walks, whose rows it holds in registers
-ZEROED = 16  # rows that a program looks at for zeros
-SHARES = 8192  # elements of shares that a program adds at a time
+RANKED = 8192  # most keys that are compared pairwise; with more that takes longer than torch's sort (an estimate)
+CHUNK = 16  # sorted keys per program, whose rows it holds in registers
+ZEROED = 16  # rows that a program checks for zeros
+SHARES = 8192  # elements of partial sums that a program adds at a time
 
 
 @triton.jit(do_not_specialize=["T", "V", "st", "sw"])
@@ -110,15 +110,15 @@ def runs_kernel(
         first = chunk * CHUNK
         keys = (keys_at(key_ptr, first - 1, T, SHIFT),)
         rows = ()
-        for i in tl.static_range(CHUNK):  # all are asked for before the first is needed
+        for i in tl.static_range(CHUNK):  # all loads are issued before the first is needed
             key = keys_at(key_ptr, first + i, T, SHIFT)
             t = tl.load(position_ptr + first + i, mask=first + i < T, other=0)
             dy = tl.load(dy_ptr + t * sdy * UNIT + d, mask=columns_where(d, D, key >= 0), other=0.0)
-            keys = keys + (key,)  # noqa: RUF005 (the front end knows no unpacking)
+            keys = keys + (key,)  # noqa: RUF005 (the front end does not support unpacking)
             rows = rows + (dy,)  # noqa: RUF005
         keys = keys + (keys_at(key_ptr, first + CHUNK, T, SHIFT),)  # noqa: RUF005
         total = tl.zeros([COLUMNS], tl.float32)
-        began = keys[0] < -1  # whether the run began in this chunk: at first it did not
+        began = keys[0] < -1  # whether the run began in this chunk; initially false
         for i in tl.static_range(CHUNK):
             key = keys[i + 1]
             new = key != keys[i]
@@ -128,13 +128,13 @@ def runs_kernel(
             known = (key >= 0) & (key < V)
             row = dw_ptr + key.to(tl.int64) * D + d
             tl.store(row, total.to(dw_ptr.dtype.element_ty), mask=columns_where(d, D, known & ends & began))
-            # of a run that lies in several chunks: what began before this one, or what began in it
+            # the partial sum of a run across chunks, which began before this chunk or in it
             share = share_ptr + (2 * chunk + began.to(tl.int32)).to(tl.int64) * D + d
             partial = (ends & began) == 0 if i + 1 == CHUNK else ends & (began == 0)
             tl.store(share, total, mask=columns_where(d, D, known & partial))
     else:
         v = (program - chunks * across) * ZEROED + tl.arange(0, ZEROED)
-        below = tl.zeros([ZEROED], tl.int32)  # how many keys are less than v: the largest step first
+        below = tl.zeros([ZEROED], tl.int32)  # how many keys are less than v, by binary search with the largest step first
         for i in range(steps):
             more = below + (1 << (steps - 1 - i))
             below = tl.where((more <= T) & (keys_at(key_ptr, more - 1, T, SHIFT) < v), more, below)
@@ -154,7 +154,7 @@ def borders_kernel(
     chunk = tl.program_id(0) // across
     at = (chunk + 1) * CHUNK
     key = keys_at(key_ptr, at, T, SHIFT)
-    # a run over the border behind this chunk that began in it
+    # a run that began in this chunk and crosses its end
     ours = (key == keys_at(key_ptr, at - 1, T, SHIFT)) & (key != keys_at(key_ptr, chunk * CHUNK - 1, T, SHIFT)) & (key < V)
     if ours:
         d = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
@@ -178,12 +178,12 @@ def why_not(weight: Tensor) -> str | None:
 
 
 def key_type(rows: int) -> tuple[torch.dtype, int]:
-    """The dtype of keys 0 .. rows, and what is subtracted from them: torch sorts 16 bits by half as many passes as 32."""
+    """The dtype of keys 0 .. rows, and what is subtracted from them: torch sorts 16 bits in half as many passes as 32."""
     return (torch.int16, 2**15) if rows < 2**16 else (torch.int32, 0)
 
 
 def forward(tokens: Tensor, weight: Tensor, needs_gradient: bool) -> tuple[Tensor, Tensor | None]:
-    """The rows (..., D), and the keys (T,) where the gradient is needed."""
+    """The rows (..., D), and the keys (T,) if the gradient is needed."""
     V, D = weight.shape
     dtype, shift = key_type(V)
     y = weight.new_empty(*tokens.shape, D)
@@ -212,7 +212,7 @@ def backward(dy: Tensor, keys: Tensor, rows: int) -> Tensor:
     if rows <= ONE_HOT:
         columns = min(128, triton.next_power_of_2(D))
         tile, across = 512 // columns, triton.cdiv(D, columns)
-        each = 4 if rows <= 16 else 2  # programs whose registers a multiprocessor holds
+        each = 4 if rows <= 16 else 2  # programs whose registers fit on a multiprocessor
         count = rowwise.programs(triton.cdiv(T, tile * 8), max(1, each // across), dy.device)
         shares = dy.new_empty(count, rows * D, dtype=torch.float32)
         launch(
@@ -225,7 +225,7 @@ def backward(dy: Tensor, keys: Tensor, rows: int) -> Tensor:
     ordered, positions = in_order(keys, rows)
     chunks = triton.cdiv(T, CHUNK)
     shares = dy.new_empty(chunks, 2, D, dtype=torch.float32)
-    columns = min(512 // dy.element_size(), triton.next_power_of_2(D))  # a warp reads 16 bytes per thread
+    columns = min(512 // dy.element_size(), triton.next_power_of_2(D))  # a warp loads 16 bytes per thread
     launch(
         runs_kernel, (chunks * triton.cdiv(D, columns) + triton.cdiv(rows, ZEROED),),
         (flat, ordered, positions, dweight, shares, T, rows, chunks, T.bit_length(), stride),

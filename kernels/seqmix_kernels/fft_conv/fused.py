@@ -1,7 +1,7 @@
 """The long convolution on the GPU: Triton around cuFFT. Its circular convolutions are right-angled (README.md).
 
-Weighted by e^(iπt/2n), what wraps around at n comes back times i: for real inputs and taps it lies in the imaginary part,
-and the real part is the causal convolution. So transforms are complex and of length n >= L, where zero padding takes real
+With weights e^(iπt/2n), what wraps around at n is multiplied by i: for real inputs and taps it is the imaginary part,
+and the real part is the causal convolution. So transforms are complex and of length n >= L, where zero padding needs real
 ones of 2L: the same work and memory, but no half of zeros, no odd n/2 + 1, and no copy before a complex-to-real transform.
 """
 
@@ -17,14 +17,14 @@ from ..launch import launch
 from . import triton_kernels as tk
 from .torch_forms import fft_length
 
-WORKSPACE = 1 << 28  # bytes of one complex buffer at most, unless a single channel of the batch needs more
-BT, BD = 32, 64  # steps and channels of a tile
+WORKSPACE = 1 << 28  # most bytes of one complex buffer, unless a single channel of the batch needs more
+BT, BD = 32, 64  # steps and channels per tile
 WARPS = 4
-BLOCK = 1024  # complex numbers of a program of the products
+BLOCK = 1024  # complex numbers per program of the products
 
 
 def why_not(u: Tensor) -> str | None:
-    """Why inputs like these cannot go through the kernels; None if they can."""
+    """Why the kernels cannot run on inputs like these; None if they can."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         if u.device.type != "cpu":
             return "Triton's interpreter is on and u is not on the CPU"
@@ -38,7 +38,7 @@ def why_not(u: Tensor) -> str | None:
 
 
 def _parts(batch: int, width: int, n: int):
-    """Slices of channels whose buffers fit the workspace."""
+    """Slices of channels whose buffers fit into the workspace."""
     step = max(1, min(width, WORKSPACE // (batch * n * 8)))
     step = step // BD * BD or step
     return [slice(d, min(width, d + step)) for d in range(0, width, step)]
@@ -92,7 +92,7 @@ def forward(u, kernel, D, gate, activation: str | None) -> tuple[Tensor, Tensor]
 
 
 def backward(dy, u, kernel, D, gate, p, activation: str | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """du, dkernel, dD, dgate; (0,) for what was not given. All spectra are made again."""
+    """du, dkernel, dD, dgate; (0,) for what was not given. All spectra are recomputed."""
     batch, length, width = u.shape
     n, act = fft_length(length), activation or "none"
     none = torch.empty(0, dtype=torch.float32, device=u.device)
@@ -103,7 +103,7 @@ def backward(dy, u, kernel, D, gate, p, activation: str | None) -> tuple[Tensor,
     dD = none if D is None else torch.empty_like(D)
     for part in _parts(batch, width, n):
         x, g = u[..., part], dy[..., part]
-        # p, gate and dgate are contiguous all three, so they have one stride
+        # p, gate and dgate are all contiguous, so they share one stride
         own = None if p.numel() == 0 else p[..., part]
         gates = (None, None) if gate is None else (gate[..., part], dgate[..., part])
         kf, uf, gf = _pack(kernel[None, part].mT, n), _pack(x, n), _pack(g, n, own, *gates, act)

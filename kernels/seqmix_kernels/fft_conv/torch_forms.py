@@ -1,8 +1,8 @@
-"""The long causal convolution by zero-padded real FFT in plain torch, forward and backward by hand.
+"""The long causal convolution by zero-padded real FFT in plain torch, with a hand-written backward.
 
 The product of two transforms of length n is a circular convolution, so a piece of T inputs and K taps needs
-n >= T + K - 1: at less, its end would wrap around and the future would reach the past. Where K is much shorter than L
-the input is cut into pieces and what each adds to the next is added there (overlap-add).
+n >= T + K - 1: with a smaller n its end would wrap around and the future would reach the past. Where K is much shorter
+than L the input is cut into pieces, and the part of each output beyond its piece is added to the next (overlap-add).
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from .reference import activate
 
 
 def fft_length(least: int) -> int:
-    """The least of 2^k, 3·2^k, 5·2^k, 9·2^k and 15·2^k that is >= `least`: lengths any FFT library is fast at."""
+    """The least of 2^k, 3·2^k, 5·2^k, 9·2^k and 15·2^k that is >= `least`: lengths for which any FFT library is fast."""
     return min(m << max(0, (-(-least // m) - 1).bit_length()) for m in (1, 3, 5, 9, 15))
 
 
 def pieces(length: int, taps: int) -> tuple[int, int]:
-    """T, the inputs of a piece, and n, the length of its transforms. One piece unless the taps are few."""
+    """T, the number of inputs per piece, and n, the length of its transforms. There is one piece unless the taps are few."""
     if 4 * taps > length:
         return length, fft_length(length + taps - 1)
-    n = fft_length(max(4 * taps, 1024))  # three quarters or more of each transform are input
+    n = fft_length(max(4 * taps, 1024))  # at least three quarters of each transform are input
     return n - taps + 1, n
 
 
@@ -34,15 +34,15 @@ def cut(u: Tensor, T: int) -> Tensor:
 
 
 def linear(u: Tensor, kernel: Tensor) -> Tensor:
-    """The whole convolution, u (B, D, L), kernel (D, K) -> (B, D, L + K - 1)."""
+    """The full convolution, u (B, D, L), kernel (D, K) -> (B, D, L + K - 1)."""
     L, K = u.shape[-1], kernel.shape[-1]
     T, n = pieces(L, K)
-    # without n an odd length would be taken for an even one
+    # without n irfft would assume an even length
     y = torch.fft.irfft(torch.fft.rfft(cut(u, T), n) * torch.fft.rfft(kernel, n)[:, None], n)  # (B, D, pieces, n)
     if y.shape[2] == 1:
         return y[..., 0, : L + K - 1]
     here, beyond = y[..., :T], y[..., T : T + K - 1]
-    beyond = F.pad(beyond, (0, T - K + 1, 1, 0)).flatten(-2)  # T >= K - 1: a piece reaches into the next, no further
+    beyond = F.pad(beyond, (0, T - K + 1, 1, 0)).flatten(-2)  # T >= K - 1: a piece overlaps only the next one
     return (F.pad(here, (0, 0, 0, 1)).flatten(-2) + beyond)[..., : L + K - 1]
 
 
@@ -51,7 +51,7 @@ def forward(u, kernel, D, gate, activation: str | None) -> tuple[Tensor, Tensor]
     acc, L = torch.promote_types(u.dtype, torch.float32), u.shape[1]
     wide = u.to(acc)
     p = linear(wide.mT, kernel.to(acc))[..., :L].mT.contiguous()
-    if p._is_view():  # of the longer result: an op shares memory with nothing
+    if p._is_view():  # of the longer result, but an op's output must not share memory
         p = p.clone()
     if D is not None:
         p.addcmul_(D.to(acc), wide)
@@ -64,7 +64,7 @@ def forward(u, kernel, D, gate, activation: str | None) -> tuple[Tensor, Tensor]
 
 
 def backward(dy, u, kernel, D, gate, p, activation: str | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """du, dkernel, dD, dgate; (0,) for what was not given. Both transforms are made again, not kept."""
+    """du, dkernel, dD, dgate; (0,) for what was not given. Both transforms are recomputed, not saved."""
     acc, L, K = torch.promote_types(u.dtype, torch.float32), u.shape[1], kernel.shape[1]
     none = u.new_empty(0, dtype=acc)
     wide, g, dgate, dD = u.to(acc), dy.to(acc), none, none
@@ -77,7 +77,7 @@ def backward(dy, u, kernel, D, gate, p, activation: str | None) -> tuple[Tensor,
         g = torch.ops.aten.silu_backward(g, p.to(acc))
     T, n = pieces(L, K)
     inputs = cut(wide.mT, T)
-    # a piece of T inputs is seen by the T + K - 1 outputs from its first on
+    # a piece of T inputs affects T + K - 1 outputs, from its first step on
     rows, seen = inputs.shape[2], g.mT[:, :, None]  # (B, D, pieces, T + K - 1)
     if rows > 1:
         seen = F.pad(g.mT, (0, rows * T + K - 1 - L)).unfold(-1, T + K - 1, T)

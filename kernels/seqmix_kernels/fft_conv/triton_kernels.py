@@ -1,8 +1,8 @@
-"""What surrounds the FFTs of the long convolution, in Triton: between (B, L, D) and the rows of complex numbers they take.
+"""The Triton kernels around the FFTs of the long convolution, between (B, L, D) and the FFTs' rows of complex numbers.
 
-`pack` turns and weights the input, `unpack` takes the real part back and adds skip, activation and gate; `multiply` and
-`correlate` are the products of spectra. Each touches every number once; README.md has the mathematics.
-L, n and D are specialised, that is, compiled for multiples of 16 and for other numbers: else no access could be of 16 bytes.
+`pack` transposes and weights the input, `unpack` takes the real part, transposes back and applies skip, activation and gate;
+`multiply` and `correlate` are the products of spectra. Each accesses every number once; README.md has the mathematics.
+L, n and D are specialised: kernels are compiled for multiples of 16 and for other numbers, or no access could have 16 bytes.
 """
 
 import triton

@@ -1,16 +1,16 @@
-# ruff: noqa: B023, F821 (a closure is called before its loop goes on)
-"""Times S4's and S4D's kernels and a whole layer on the GPU at hand, after checking them there.
+# ruff: noqa: B023, F821 (a closure is called within its iteration)
+"""Checks S4's and S4D's kernels on this GPU, then times them and a whole layer.
 
     python -m seqmix_kernels.s4_kernel.bench_gpu [check] [kernels] [layer] [parts] [tune]
 
-check     relative errors against plain torch in float64, on the device: kernels and convolution, outputs and gradients
-kernels   D 1024, N 64, L 16384: from parameters to K and back, beside the plain torch form that stores (D, N/2, L)
-layer     B 8, D 1024, L 2048 and 16384, bf16 autocast: kernel, convolution, skip, GELU, gated linear unit; beside the same
+check     relative errors against plain torch in float64 on this device: kernels and convolution, outputs and gradients
+kernels   D 1024, N 64, L 16384: from parameters to K and back; also the plain torch form that stores (D, N/2, L)
+layer     B 8, D 1024, L 2048 and 16384, bf16 autocast: kernel, convolution, skip, GELU, gated linear unit; also the same
           in plain torch
-parts     where a layer's time goes; tune: other tiles
+parts     the time of each part of a layer; tune: other tiles
 
-Medians of triton.testing.do_bench, and of replays of a CUDA graph, which leave out what the host does; memory is the peak
-above what was allocated before the call.
+Times are medians of triton.testing.do_bench, and of replays of a CUDA graph, which exclude the host's work; memory is the
+peak above what was allocated before the call.
 """
 
 import math
@@ -29,7 +29,7 @@ from . import fused, op
 
 
 def legs(width, modes, device="cuda"):
-    """Parameters as a layer starts with them: Δ log-uniform, a spectrum of growing frequencies, P and B of its size."""
+    """Parameters as a layer initialises them: Δ log-uniform, a spectrum of growing frequencies, P and B of its size."""
     r = torch.Generator(device).manual_seed(0)
 
     def normal(*shape):
@@ -48,7 +48,7 @@ def s4d(parameters, length, impl):
 
 
 def s4d_plain(parameters, length):
-    """The same as papers' code has it: complex64, every power in memory."""
+    """The same as in published code: complex64, every power in memory."""
     log_dt, log_decay, imag, _, _, C = parameters
     A = torch.complex(-log_decay.exp(), imag)
     dtA = A * log_dt.exp()[:, None]
@@ -75,7 +75,7 @@ def relative(a, b):
 
 def check():
     torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty is filled with NaN: what is not written shows
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills torch.empty with NaN: unwritten elements show
     r = torch.Generator("cuda").manual_seed(1)
 
     def normal(*shape):
@@ -114,7 +114,7 @@ def check():
 
 
 def measure(f, rep=150, graph=True):
-    """Median ms of a call, asked for by the host one after the other; median ms in a CUDA graph; peak MiB of a call."""
+    """Median ms of a call launched by the host; median ms in a CUDA graph; peak MiB of a call."""
     f()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -150,7 +150,7 @@ def kernels(width=1024, modes=32, length=16384):
 
 
 def plain_layer(x, K, D, weights, biases):
-    """A layer after its kernel as it is written without ops of our own."""
+    """The part of a layer after its kernel, written without this package's ops."""
     n = 2 * x.shape[1]
     u = x.float().mT
     y = torch.fft.irfft(torch.fft.rfft(u, n) * torch.fft.rfft(K, n), n)[..., : x.shape[1]] + D[:, None] * u
@@ -186,7 +186,7 @@ def layer(batch=8, width=1024, modes=32, lengths=(2048, 16384)):
 
 
 def parts(batch=8, width=1024, modes=32, lengths=(2048, 16384)):
-    """The pieces of a layer by themselves."""
+    """Times the parts of a layer separately."""
     for length in lengths:
         u = torch.randn(batch, length, width, device="cuda", dtype=torch.bfloat16)
         K = torch.randn(width, length, device="cuda") * torch.exp(-torch.arange(length, device="cuda") * 20 / length)
@@ -220,7 +220,7 @@ def parts(batch=8, width=1024, modes=32, lengths=(2048, 16384)):
 
 
 def tune(batch=8, width=1024, modes=32, length=16384):
-    """Tiles other than those that are set."""
+    """Times tiles other than the chosen ones."""
 
     def quick(name, f):
         line(name, f, 60, graph=False)

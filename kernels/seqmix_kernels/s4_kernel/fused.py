@@ -1,4 +1,4 @@
-"""Launches the Triton kernels of S4D and S4: what goes in, how it is cut, and what is left to torch."""
+"""Launches the Triton kernels of S4D and S4: prepares their inputs, splits the work, and does the rest in torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from ..launch import launch
 from . import triton_kernels as tk
 
-PRECISION = "tf32x3"  # of the products of matrices: three on the tensor cores for one in float32
-SMS = 132  # multiprocessors that must have work
+PRECISION = "tf32x3"  # of matrix products: three tensor-core products for one in float32
+SMS = 132  # multiprocessors to keep busy
 
 
 def why_not(c: Tensor) -> str | None:
-    """Why coefficients like these cannot go through the kernels; None if they can."""
+    """Why the kernels cannot run on coefficients like these; None if they can."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         if c.device.type != "cpu":
             return "Triton's interpreter is on and the coefficients are not on the CPU"
@@ -31,7 +31,8 @@ def why_not(c: Tensor) -> str | None:
 
 
 def _spans(programs: int, tiles: int, a_multiprocessor: int) -> int:
-    """Into how many spans of tiles a sum is cut, so that each multiprocessor has that many programs, twice over."""
+    """Number of spans of tiles into which a sum is split, so that each multiprocessor gets twice `a_multiprocessor`
+    programs."""
     return max(1, min(tiles, 2 * SMS * a_multiprocessor // programs))
 
 
@@ -39,7 +40,7 @@ def _spans(programs: int, tiles: int, a_multiprocessor: int) -> int:
 
 
 def _tables(log_a: Tensor) -> tuple[Tensor, Tensor]:
-    """log2 |ā| in float32 and the angle as int64, 2^64 a turn."""
+    """log2 |ā| in float32 and the angle as int64, 2^64 per turn."""
     log_a = log_a.double()
     turns = log_a[..., 1] / (2 * math.pi)
     turns = ((turns - turns.round()) * 2.0**62).long() << 2
@@ -83,7 +84,7 @@ def _s4d_sums(dK: Tensor, size: Tensor, turns: Tensor) -> Tensor:
     """S and T, real and imaginary parts: (spans, rows of dK, 4, M)."""
     (width, modes), length = size.shape, dK.shape[-1]
     rows = dK.numel() // length
-    (Q, R), BM = _tile(length, 64), 16  # what fits into registers
+    (Q, R), BM = _tile(length, 64), 16  # as much as fits into registers
     spans = _spans(rows, triton.cdiv(length, Q * R), 1)
     out = dK.new_empty(spans, rows, 4, modes)
     tile = {"Q": Q, "R": R, "BM": BM, "PRECISION": PRECISION}
@@ -122,8 +123,8 @@ def _prepare(log_dt: Tensor, log_decay: Tensor, imag: Tensor, C: Tensor) -> tupl
 
 # ---- DPLR -----------------------------------------------------------------------------------------------------------
 
-FREQUENCIES = 512  # of a program of the sums, 4 a thread
-BWD_TILE = 32, 8  # modes and frequencies a warp of the backward has at a time
+FREQUENCIES = 512  # per program of the sums, 4 per thread
+BWD_TILE = 32, 8  # modes and frequencies per warp of the backward at a time
 
 
 def _nodes(length: int, device: torch.device) -> Tensor:
@@ -134,7 +135,7 @@ def _nodes(length: int, device: torch.device) -> Tensor:
 
 
 def _poles(lam: Tensor) -> Tensor:
-    """Real part, and imaginary part with what is beyond float32: (D, 3, M)."""
+    """The real part, and the imaginary part as a float32 and its remainder: (D, 3, M)."""
     re, im = lam.double().unbind(-1)
     return torch.stack((re.float(), im.float(), (im - im.float()).float()), 1)
 
@@ -149,7 +150,7 @@ def _sums(node: Tensor, poles: Tensor, w: Tensor, quotients: bool) -> Tensor:
 
 
 def _sums_backward(dK: Tensor, node: Tensor, poles: Tensor, w: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Gradients of poles and weights, still to be added up: (spans, D, 2, M), (spans, D, M, 8)."""
+    """Partial sums of the gradients of poles and weights: (spans, D, 2, M), (spans, D, M, 8)."""
     (width, modes, _), F = w.shape, node.shape[1]
     g = torch.view_as_real(torch.fft.rfft(dK))
     BM, BK = min(BWD_TILE[0], max(8, triton.next_power_of_2(modes))), BWD_TILE[1]
@@ -205,7 +206,7 @@ def dplr_layer_backward(dK, log_dt, log_decay, imag, P, B, C, length: int) -> tu
 
 
 def _system(log_dt, log_decay, imag, P, C) -> tuple[Tensor, ...]:
-    """Ā (D, N, N) in real coordinates, what its rank-one part is made of, and the row that C is: (D, 1, N). float64."""
+    """Ā (D, N, N) in real coordinates, the two factors of its rank-one part and C as a row, (D, 1, N) each. float64."""
     width, modes, _ = C.shape
     N = 2 * modes
     X = C.new_empty(width, N, N, dtype=torch.float64)
@@ -228,7 +229,7 @@ def _weights(given: tuple[Tensor, ...], power: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _row_powers(row: Tensor, X: Tensor, n: int) -> tuple[list[Tensor], list[tuple[int, Tensor]]]:
-    """row X^n by squaring. The rows on the way, and the powers with how often each was applied."""
+    """Computes row X^n by squaring. Returns the intermediate rows, and the powers with how often each was applied."""
     rows, powers = [row], []
     while n:
         times = n if n < 4 else n % 2
@@ -242,7 +243,7 @@ def _row_powers(row: Tensor, X: Tensor, n: int) -> tuple[list[Tensor], list[tupl
 
 
 def _row_powers_backward(g: Tensor, rows: list[Tensor], powers: list[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Gradients of row and X. The highest power is applied at least once, so its gradient is there to begin with."""
+    """Gradients of row and X. The highest power is applied at least once, so its gradient exists from the start."""
     at, dX = len(rows) - 1, None
     for i in range(len(powers) - 1, -1, -1):
         times, X = powers[i]

@@ -1,10 +1,10 @@
 """From continuous parameters to discrete ones: (D, M)-sized, in float64, in plain torch with autograd.
 
-Complex numbers are pairs of real ones, (..., 2). float64 because a mode is raised to the power L: an error of 6e-8 in
-its phase is one of 1e-3 after 16384 steps. There are so few of these numbers that it costs nothing.
+Complex numbers are pairs of real ones, (..., 2). They are float64 because a mode is raised to the power L: an error of
+6e-8 in its phase grows to 1e-3 after 16384 steps. There are so few of these numbers that float64 costs nothing.
 
     a diagonal system     log Ā, B̄                     `discretize`
-    diagonal - rank one   A = Λ - P P*, Δ inside       `resolvent` (linear time), `dense` (matrices)
+    diagonal - rank one   A = Λ - P P*, includes Δ     `resolvent` (linear time), `dense` (matrices)
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def discretize(dt: Tensor, A: Tensor, method: str) -> tuple[Tensor, Tensor]:
 
     Args:
         dt: (D,) positive.
-        A: (n, M, 2) with Re A < 0; channel d has the spectrum d mod n, n divides D.
+        A: (n, M, 2) with Re A < 0; channel d uses spectrum d mod n; n divides D.
         method: "zoh" or "bilinear".
 
     Returns:
@@ -65,7 +65,7 @@ def discretize(dt: Tensor, A: Tensor, method: str) -> tuple[Tensor, Tensor]:
             raise ValueError(f'method must be "zoh" or "bilinear"; got {method!r}')
         re, im = re / 2, im / 2
         size = (1 - re).square() + im.square()  # |1 - ΔA/2|²
-        # log |Ā|: |1 + h|² = |1 - h|² + 4 Re h. At Ā = 0 the logarithm is kept finite
+        # log |Ā| with |1 + h|² = |1 - h|² + 4 Re h; at Ā = 0 it stays finite
         log_a = torch.stack(
             (torch.log1p((4 * re / size).clamp(min=-1 + 1e-15)) / 2, torch.atan2(2 * im, 1 - re.square() - im.square())), -1
         )
@@ -76,7 +76,7 @@ def discretize(dt: Tensor, A: Tensor, method: str) -> tuple[Tensor, Tensor]:
 def dplr_modes(log_dt: Tensor, log_decay: Tensor, imag: Tensor, P: Tensor, B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """ΔΛ, √Δ P and Δ B, pairs (D, M, 2) float64, for Δ = exp(log_dt) (D,) and Λ = -exp(log_decay) + i imag (n, M).
 
-    Channel d has number d mod n of Λ, P and B.
+    Channel d uses row d mod n of Λ, P and B.
     """
     dt = log_dt.double().exp().view(-1, len(imag), 1, 1)  # (D/n, n, 1, 1)
     A = torch.stack((-log_decay.double().exp(), imag.double()), -1)
@@ -86,7 +86,7 @@ def dplr_modes(log_dt: Tensor, log_decay: Tensor, imag: Tensor, P: Tensor, B: Te
 def resolvent(x: Tensor, lam: Tensor, P: Tensor) -> Tensor:
     """(I - A/2)⁻¹ x with A = Λ - P P*, in O(M): Woodbury around the diagonal.
 
-    x (..., D, M, 2), lam and P (D, M, 2): one of each conjugate pair. So P* v is 2 Re Σ conj(P_n) v_n.
+    x (..., D, M, 2), lam and P (D, M, 2): one mode per conjugate pair. So P* v is 2 Re Σ conj(P_n) v_n.
     The step of the bilinear rule is x + resolvent(A x + B u): `increment` below.
     """
     E = reciprocal(torch.stack((1 - lam[..., 0] / 2, -lam[..., 1] / 2), -1))  # (D, M, 2): (1 - λ/2)⁻¹
@@ -97,7 +97,7 @@ def resolvent(x: Tensor, lam: Tensor, P: Tensor) -> Tensor:
 
 
 def increment(x: Tensor, lam: Tensor, P: Tensor, Bu: Tensor) -> Tensor:
-    """Ā x + B̄ u - x, by the bilinear rule. Rounding is in proportion to the change, not to the state."""
+    """Ā x + B̄ u - x, by the bilinear rule. Rounding errors scale with the change, not with the state."""
     return resolvent(times(lam, x) - pair_sum(P, x)[..., None, None] * P + Bu, lam, P)
 
 
@@ -114,7 +114,7 @@ def real(x: Tensor) -> Tensor:
 def dense(lam: Tensor, P: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
     """Ā (D, N, N) and B̄ (D, N) by the bilinear rule, in the real coordinates of `real`. lam, P, B (D, M, 2).
 
-    In them A = Λ - 2 p pᵀ with real p, and Ā = 2 (I - A/2)⁻¹ - I.
+    In these coordinates A = Λ - 2 p pᵀ with real p, and Ā = 2 (I - A/2)⁻¹ - I.
     """
     E = reciprocal(torch.stack((1 - lam[..., 0] / 2, -lam[..., 1] / 2), -1))
     left, right = real(times(E, P)), real(times(conj(E), P))  # E p and Eᵀ p (D, N)
@@ -131,9 +131,9 @@ def row(C: Tensor) -> Tensor:
 
 
 def truncated(lam: Tensor, P: Tensor, B: Tensor, C: Tensor, length: int) -> Tensor:
-    """C̃ = C (I - Ā^length), (D, M, 2): with it the geometric series of the kernel ends after `length` taps.
+    """C̃ = C (I - Ā^length), (D, M, 2), which truncates the geometric series of the kernel after `length` taps.
 
-    Powers by squaring, in O(N³ log length); the last squarings are replaced by products with a row.
+    The power is computed by squaring, in O(N³ log length); products with a row replace the last squarings.
     """
     X, _ = dense(lam, P, B)
     c = C.to(X.dtype)

@@ -1,4 +1,4 @@
-"""The kernels as their equations say, in plain torch with autograd: every power, every fraction a number in memory."""
+"""The kernels as their equations state them, in plain torch with autograd: every power and fraction is stored in memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def s4d(log_a: Tensor, c: Tensor, length: int) -> Tensor:
 
 
 def recurrence(lam: Tensor, P: Tensor, B: Tensor, C: Tensor, length: int) -> Tensor:
-    """K_l = C Ā^l B̄ one tap after another, from dense matrices. (D, M, 2) each -> (D, L)."""
+    """K_l = C Ā^l B̄ one tap at a time, from dense matrices. (D, M, 2) each -> (D, L)."""
     A_bar, x = dense(lam, P, B)
     x, taps = x[..., None], []
     for _ in range(length):
@@ -31,12 +31,12 @@ def recurrence(lam: Tensor, P: Tensor, B: Tensor, C: Tensor, length: int) -> Ten
 def dplr(lam: Tensor, P: Tensor, B: Tensor, C: Tensor, length: int) -> Tensor:
     """K from its generating function at the roots of unity (Gu, Goel & Ré 2022, §3.2, C.3). (D, M, 2) each -> (D, L).
 
-    Complex numbers as such, each fraction stored, memory O(D N L), and the paper's form: the limit at ω = -1, where
-    2/(1+ω) and z are infinite, stands by itself.
+    It uses complex tensors and the paper's form, and stores each fraction, memory O(D N L). The limit at ω = -1, where 2/(1+ω)
+    and z are infinite, is a special case.
     """
     wide = torch.complex128 if C.dtype == torch.float64 else torch.complex64
 
-    def whole(x: Tensor) -> Tensor:  # (D, M, 2) -> (D, N): the conjugate half too
+    def whole(x: Tensor) -> Tensor:  # (D, M, 2) -> (D, N), including the conjugates
         x = torch.view_as_complex(x.double().contiguous())
         return torch.cat((x, x.conj()), -1).to(wide)
 

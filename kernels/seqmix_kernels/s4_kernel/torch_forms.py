@@ -1,7 +1,7 @@
-"""The kernels in plain torch without an (L, N) array, forward and backward by hand; README.md has the derivations.
+"""The kernels in plain torch without an (L, N) array, with a hand-written backward; README.md has the derivations.
 
-s4d    l = iQ + j:  Σ_n c_n ā_n^l = Σ_n (c_n ā_n^{iQ}) ā_n^j is a product of two matrices, both small.
-dplr   the sums over modes are products of matrices too: a conjugate pair has one common denominator, and real weights.
+s4d    l = iQ + j:  Σ_n c_n ā_n^l = Σ_n (c_n ā_n^{iQ}) ā_n^j is a product of two small matrices.
+dplr   the sums over modes are matrix products, too: a conjugate pair has a common denominator and real weights.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import math
 import torch
 from torch import Tensor
 
-PIECE = 1 << 24  # elements of (D, frequencies, M) held at a time
-CPU_PIECE = 1 << 17  # so few stay in the cache
+PIECE = 1 << 24  # elements of (D, frequencies, M) per block
+CPU_PIECE = 1 << 17  # small enough for the cache
 
 
 # ---- S4D ------------------------------------------------------------------------------------------------------------
 
 
 def powers(log_a: Tensor, count: int, stride: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """ā^(stride k), k < count: real and imaginary parts, (D, M, count). Angles are taken in log_a's precision."""
+    """ā^(stride k), k < count: real and imaginary parts, (D, M, count). Angles are computed in log_a's precision."""
     k = torch.arange(count, device=log_a.device, dtype=log_a.dtype) * stride
     size, angle = (log_a[..., 0, None] * k).exp(), log_a[..., 1, None] * k
     return (size * angle.cos()).to(dtype), (size * angle.sin()).to(dtype)
@@ -62,10 +62,10 @@ def s4d_backward(dK: Tensor, log_a: Tensor, c: Tensor, length: int) -> tuple[Ten
 
 
 def nodes(length: int, device: torch.device) -> Tensor:
-    """Four float64 numbers a frequency k <= length/2, θ = 2πk/length: 2 tan(θ/2), cos(θ/2), sin(θ/2), a weight. (4, F).
+    """Four float64 numbers per frequency k <= length/2, θ = 2πk/length: 2 tan(θ/2), cos(θ/2), sin(θ/2), a weight. (4, F).
 
-    The weight is how often k stands in the full spectrum. At ω = -1, θ = π, 2^60 and 2^-59 stand for infinity and its
-    half's inverse: every product of the two is what the limit asks for.
+    The weight is how often k occurs in the full spectrum. At ω = -1, θ = π, 2^60 and 2^-59 replace infinity and the inverse of
+    its half, so that every product of the two has the value of the limit.
     """
     k = torch.arange(length // 2 + 1, device=device, dtype=torch.float64)
     half = math.pi / length * k
@@ -83,7 +83,7 @@ def fractions(lam: Tensor, node: Tensor, dtype: torch.dtype) -> tuple[Tensor, Te
     """
     lr, li = (t[:, None] for t in lam.unbind(-1))  # (D, 1, M)
     y, c, s = (t[:, None] for t in node[:3])  # (F, 1)
-    # y - Im λ decides how near the pole is: its parts beyond the dtype are kept until they have been subtracted
+    # y - Im λ is the distance to the pole: the parts of both beyond the dtype's precision take part in the subtraction
     y0, li0 = y.to(dtype), li.to(dtype)
     near = y0 - li0
     near += (y - y0.double()).to(dtype) - (li - li0.double()).to(dtype)
@@ -107,7 +107,7 @@ def combine(U: Tensor, W: Tensor, s: Tensor, c: Tensor) -> tuple[Tensor, ...]:
 
 
 def dplr_forward(lam: Tensor, w: Tensor, length: int) -> Tensor:
-    """lam (D, M, 2) float64, w (D, M, 8): a of the four sums, then b, in the dtype to compute in -> K (D, length)."""
+    """lam (D, M, 2) float64, w (D, M, 8): a of the four sums, then b, in the dtype of the computation -> K (D, length)."""
     spectrum = []
     for part in _parts(nodes(length, lam.device), lam):
         U, W = _sums(*fractions(lam, part, w.dtype), w)
@@ -140,7 +140,7 @@ def dplr_backward(dK: Tensor, lam: Tensor, w: Tensor, length: int) -> tuple[Tens
 
 
 def _parts(node: Tensor, lam: Tensor) -> tuple[Tensor, ...]:
-    """Frequencies in pieces of a bounded number of (D, F, M) elements."""
+    """Blocks of frequencies with a bounded number of (D, F, M) elements."""
     elements = CPU_PIECE if lam.device.type == "cpu" else PIECE
     return node.split(max(1, elements // max(1, lam[..., 0].numel())), -1)
 

@@ -1,11 +1,11 @@
-# ruff: noqa: RUF005 (the compiler's front end knows tuple concatenation, not unpacking)
+# ruff: noqa: RUF005 (the compiler's front end supports tuple concatenation, not unpacking)
 """The convolution kernels of S4D and S4 in Triton, forward and backward; the mathematics is in README.md.
 
-S4D: the two tables of powers are made in registers and multiplied on the tensor cores, three tf32 products for one of
-float32. An angle is a 64-bit integer, 2^64 a turn: l times it wraps around by itself, so phases are as good at step 10^6
-as at step 1.
-S4: in the forward a thread owns frequencies and walks the modes, in the backward it owns modes and walks the frequencies,
-so that no sum leaves a thread before the end.
+S4D: the two tables of powers are computed in registers and multiplied on the tensor cores, with three tf32 products for
+one of float32. An angle is a 64-bit integer, 2^64 per turn: l times it wraps around by itself, so phases are as accurate at
+step 10^6 as at step 1.
+S4: in the forward a thread owns frequencies and loops over the modes, in the backward it owns modes and loops over the
+frequencies, so that threads exchange sums only at the end.
 """
 
 import triton
@@ -95,7 +95,7 @@ def s4d_finish_kernel(
     tl.store(dC_ptr + at * 2, (2.0 * (br * Sr - bi * Si)).to(tl.float32), mask=mm)
     tl.store(dC_ptr + at * 2 + 1, (-2.0 * (br * Si + bi * Sr)).to(tl.float32), mask=mm)
     gr, gi = Cr * Sr - Ci * Si, -(Cr * Si + Ci * Sr)
-    # b = (exp(w) - 1)/A: by w exp(w)/A, by A itself -b/A; g/conj(A) stands in both
+    # b = (exp(w) - 1)/A: the derivative by w is exp(w)/A, by A itself -b/A; g/conj(A) occurs in both
     scale = 1.0 / (Ar * Ar + Ai * Ai)
     qr, qi = (gr * Ar - gi * Ai) * scale, (gr * Ai + gi * Ar) * scale
     vr = cr * Tr - ci * Ti + (1.0 + er) * qr + ei * qi
@@ -274,7 +274,7 @@ def dplr_bwd_kernel(
         gr, gi = tl.load(g_ptr + at * 2, mask=mk, other=0.0), tl.load(g_ptr + at * 2 + 1, mask=mk, other=0.0)
         Lr, Li = tl.load(quotient_ptr + at * 4, mask=mk, other=0.0), tl.load(quotient_ptr + at * 4 + 1, mask=mk, other=0.0)
         Rr, Ri = tl.load(quotient_ptr + at * 4 + 2, mask=mk, other=0.0), tl.load(quotient_ptr + at * 4 + 3, mask=mk, other=0.0)
-        # how often the frequency stands in the full spectrum, over L; and back through 1/sqrt(omega)
+        # how often the frequency occurs in the full spectrum, over L; then back through 1/sqrt(omega)
         scale = tl.where((k == 0) | (2 * k == L), 1.0, 2.0) / L
         gr, gi = (gr * c + gi * s) * scale, (gi * c - gr * s) * scale
         # the four derivatives: g by q00, -conj(c right) g by q01, -conj(c left) g by q10, conj(c^2 left right) g by q11
@@ -309,7 +309,7 @@ def dplr_bwd_kernel(
     tl.store(dlam_ptr + at * 2 + M + m, tl.sum(2.0 * li0 * near, 1), mask=mm)
 
 
-# From the parameters of an S4 layer to what the sums take, and back, in float64; README.md has the formulas
+# From the parameters of an S4 layer to the inputs of the sums, and back, in float64; README.md has the formulas
 
 
 @triton.jit(do_not_specialize=["F", "L"])

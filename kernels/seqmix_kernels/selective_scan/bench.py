@@ -1,12 +1,12 @@
-"""Times forward + backward of every implementation, and of the loops one would write first, at one shape.
+"""Times forward + backward of every implementation, and of naive loops, at one shape.
 
     python -m seqmix_kernels.selective_scan.bench
     python -m seqmix_kernels.selective_scan.bench --shape 8 2048 3072 16 --dtype bfloat16 --only naive,chunked,fused
 
-Each variant runs in a process of its own, one after the other, so that its peak is its own: on a CPU the growth of the
-process's largest resident size (VmHWM, lowered before; else ru_maxrss) over one forward + backward, on a GPU torch's
-peak of allocated memory, both above the inputs and with the gradients. Times are medians over at least three calls
-after a warm-up, wall clock on a CPU and CUDA events on a GPU. Prints a table, then one JSON line a variant.
+The variants run one after the other, each in its own process, so that peaks are separate: on a CPU the growth of the
+process's peak resident size (VmHWM, reset before; otherwise ru_maxrss) over one forward + backward, on a GPU torch's
+peak of allocated memory, both above the inputs and including the gradients. Times are medians over at least three calls
+after a warm-up, by wall clock on a CPU and CUDA events on a GPU. It prints a table, then one JSON line per variant.
 """
 
 import argparse
@@ -50,7 +50,7 @@ LOOPS = {"naive": naive, "naive_precomputed": naive_precomputed}
 
 
 def inputs(batch, length, width, n, dtype, device, seed=0):
-    """x, dt (a positive step), A, B, C: what all variants take, without the options that only the operator fuses."""
+    """x, dt (a positive step), A, B, C: the inputs of all variants, without the options that only the operator has."""
     g = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape):
@@ -63,7 +63,7 @@ def inputs(batch, length, width, n, dtype, device, seed=0):
 
 
 def step(variant: str, leaves: list[torch.Tensor], dy: torch.Tensor | None):
-    """One forward, and the backward where dy is given."""
+    """One forward, and the backward if dy is given."""
     if variant in LOOPS:
         y = LOOPS[variant](*leaves)
     else:
@@ -73,7 +73,7 @@ def step(variant: str, leaves: list[torch.Tensor], dy: torch.Tensor | None):
 
 
 def milliseconds(call, device: str, seconds: float) -> tuple[float, int]:
-    """Median and count of timed calls, three at least."""
+    """Median and count of timed calls, at least three."""
     call()
     times = []
     begin = time.perf_counter()
@@ -95,7 +95,7 @@ def milliseconds(call, device: str, seconds: float) -> tuple[float, int]:
 def measure(variant: str, shape: list[int], dtype: torch.dtype, device: str, seconds: float) -> dict:
     """One variant, in this process."""
     small = inputs(1, 4, 16, shape[3], dtype, device)
-    step(variant, small, torch.ones_like(small[0]))  # libraries, threads and compilers are not part of the peak
+    step(variant, small, torch.ones_like(small[0]))  # so that libraries, threads and compilers do not count in the peak
     leaves = inputs(*shape, dtype, device)
     dy = torch.randn_like(leaves[0])
     if device == "cuda":
@@ -114,7 +114,8 @@ def measure(variant: str, shape: list[int], dtype: torch.dtype, device: str, sec
 
 
 def alone(variant: str, shape: list[int], dtype: torch.dtype, device: str, seconds: float) -> dict:
-    """`measure` in a process of its own, so that its peak is its own. RuntimeError with its last words where it fails."""
+    """`measure` in its own process, so that its peak is separate. A failure raises RuntimeError with the last line of
+    stderr."""
     settings = ["--shape", *map(str, shape), "--dtype", str(dtype).removeprefix("torch."), "--device", device]
     child = [sys.executable, "-m", "seqmix_kernels.selective_scan.bench", *settings, "--seconds", str(seconds)]
     done = subprocess.run([*child, "--child", variant], capture_output=True, text=True, check=False)
@@ -124,7 +125,7 @@ def alone(variant: str, shape: list[int], dtype: torch.dtype, device: str, secon
 
 
 def _resident_mib(lower_the_mark: bool = False) -> float:
-    """The process's largest resident size so far; lowered first to what it holds now, where Linux lets us."""
+    """The process's peak resident size so far; with lower_the_mark it is first reset to the current size, if Linux allows."""
     if lower_the_mark and os.access("/proc/self/clear_refs", os.W_OK):
         Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM, which ru_maxrss would not show
     if Path("/proc/self/status").exists():
@@ -134,7 +135,7 @@ def _resident_mib(lower_the_mark: bool = False) -> float:
 
 
 def conditions(shape, dtype, device: str) -> dict:
-    """What a number means nothing without."""
+    """The conditions of a measurement."""
     where = torch.cuda.get_device_name() if device == "cuda" else _cpu_name()
     found = {"shape": "B{} L{} D{} N{}".format(*shape), "dtype": str(dtype).removeprefix("torch."), "device": where}
     return found | {"threads": torch.get_num_threads(), "torch": torch.__version__, "python": platform.python_version()}
@@ -174,7 +175,7 @@ def main(argv: list[str] | None = None) -> None:
             print(f"{name:<18}failed: {failed}")
             continue
         rows.append(row)
-        # against the faster of the loops measured so far, in this same run
+        # relative to the fastest loop measured so far in this run
         loops = [r for r in rows if r["variant"] in LOOPS]
         if loops:
             best = min(loops, key=lambda r: r["fwd_bwd_ms"])

@@ -1,20 +1,20 @@
-"""Times the fused scan on the GPU at hand, through the public operator and autograd, after checking it there.
+"""Checks the fused scan on this GPU, then times it through the public operator and autograd.
 
     python -m seqmix_kernels.selective_scan.bench_gpu [check] [speed] [graph] [peer] [host] [states] [forms] [waves] [family]
                                                         [BxLxD]
     python -m seqmix_kernels.selective_scan.bench_gpu figure numbers_h200.jsonl family.svg
 
-check   relative error of every output and gradient against the plain recurrence in float64, on the device
+check   relative error of every output and gradient against the plain recurrence in float64 on this device
 speed   six shapes of models, or those given (32x512x1536): medians of triton.testing.do_bench, peak MiB of one call above
         its inputs
-graph   the same as a replayed CUDA graph of one call: without the host's share
-peer    the same by mamba_ssm's CUDA kernel, where it is installed
-host    us of the host a call, of a shape so small that the GPU waits, and what the parts of a call take
+graph   the same as a replayed CUDA graph of one call, without the host's time
+peer    the same with mamba_ssm's CUDA kernel, if it is installed
+host    us of host time per call, for a shape so small that the GPU waits, and the time of each part of a call
 states  time against N
-forms   both discretizations, an odd D, plain Triton beside Gluon; other numbers of segments
-waves   forward and backward with CTAs of 64 and of 32 channels, split or not, loading ahead or not: checked, then timed as
+forms   both discretizations, an odd D, plain Triton and Gluon; other numbers of segments
+waves   forward and backward with CTAs of 64 and of 32 channels, split or not, prefetching or not: checked, then timed as
         CUDA graphs; one JSON line each, for the shapes below or those given
-family  every implementation, and the loops one would write first, against L: one JSON line a point (also on a CPU)
+family  every implementation, and naive loops, against L: one JSON line per point (also on a CPU)
 figure  draws those lines
 """
 
@@ -35,12 +35,12 @@ from ..graph_timing import graph_milliseconds
 from . import bench, fused, op, reference
 
 BANDWIDTH = 4.27e12  # bytes/s of a device-to-device copy on an H200, measured
-SFU_CLOCK = 1.96e9  # of its SMs under this load, as Nsight Compute reads it; 16 exponentials a clock an SM
+SFU_CLOCK = 1.96e9  # of its SMs under this load, measured by Nsight Compute; 16 exponentials per clock per SM
 NAMES = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state")
 SHAPES = ((8, 2048, 3072), (8, 4096, 2048), (64, 4096, 128), (32, 512, 1536), (1, 65536, 1536), (1, 131072, 2048))
 WAVES = ((8, 2048, 1536), (2, 8192, 1536), (8, 512, 128), (32, 72, 128), (64, 4096, 128), (8, 2048, 3072), (32, 512, 1536),
          (1, 65536, 1536))  # fmt: skip
-COMPARED = 2, 128, 192  # with float64, before those are timed
+COMPARED = 2, 128, 192  # shape for the comparison with float64, before WAVES are timed
 # B, L, D, N, G, dtype, options left out
 CASES = (
     (2, 512, 128, 16, 1, torch.bfloat16, ()),
@@ -58,7 +58,7 @@ PADDED = ((40, 16, 1, torch.float32), (71, 16, 1, torch.bfloat16), (71, 33, 1, t
 
 
 def inputs(batch, length, width, n, groups=1, dtype=torch.bfloat16, without=(), seed=0, device="cuda"):
-    """x, dt, A, B, C, D, z, dt_bias, initial_state as a trained model has them: delta about 0.02, A = -1..-N."""
+    """x, dt, A, B, C, D, z, dt_bias, initial_state as in a trained model: delta about 0.02, A = -1..-N."""
     r = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape, dtype=dtype):
@@ -75,7 +75,7 @@ def inputs(batch, length, width, n, groups=1, dtype=torch.bfloat16, without=(), 
 
 
 def gradients(args, run, dy, dfinal):
-    """run's outputs and the gradients of all of args, given those of the outputs."""
+    """The outputs of `run` and the gradients of all args, given those of the outputs."""
     leaves = [None if t is None else t.detach().requires_grad_() for t in args]
     y, final = run(leaves)
     given = [t for t in leaves if t is not None]
@@ -83,7 +83,8 @@ def gradients(args, run, dy, dfinal):
 
 
 class Errors(NamedTuple):
-    """||got - true|| / ||true|| by name, of the fused scan and of plain torch on the same inputs; did two runs agree?"""
+    """||got - true|| / ||true|| by name, of the fused scan and of plain torch on the same inputs; and whether two runs
+    agreed."""
 
     ours: dict
     torch: dict
@@ -91,7 +92,7 @@ class Errors(NamedTuple):
 
 
 def errors(args, how=None, softplus=True, discretization="euler", seq_idx=None, chunk=None, dy=None):
-    """Against the plain recurrence in float64, on whatever device args are. dy: the output's gradient, random if None."""
+    """Errors against the plain recurrence in float64, on the device of args. dy: the output's gradient, random if None."""
     x, A = args[0], args[2]
     r = torch.Generator(x.device).manual_seed(1)
     random = torch.randn(x.shape, generator=r, device=x.device).to(x.dtype)
@@ -130,7 +131,7 @@ def report(title, e: Errors):
 
 def check():
     torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True)  # torch.empty is filled with NaN: what is not written shows
+    torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN: unwritten elements show
     few = fused.SMS
     for batch, length, width, n, groups, dtype, without in CASES:
         args = inputs(batch, length, width, n, groups, dtype, without)
@@ -166,7 +167,7 @@ def check_padded(width, n, groups, dtype):
 
 
 def calls(args, how=None, chunk=None, rule="euler"):
-    """Forward and forward + backward as functions of nothing, through the operator and autograd; how: not through it."""
+    """Forward and forward + backward as functions of nothing, through the operator and autograd; with `how` without it."""
     leaves = [None if t is None else t.detach().requires_grad_() for t in args]
     given = [t for t in leaves if t is not None]
     dy = torch.randn_like(args[0])
@@ -212,8 +213,8 @@ def line(name, args, how=None, chunk=None, rule="euler"):
 
 
 def floors(args, forward_ms, both_ms):
-    """What the memory and the special-function units alone would take, and the share of it in what was measured. Forward:
-    x, dt, z read and y written once; one exponential a state. Backward: those, dy and the three gradients, twice the
+    """The times that memory and the special-function units alone would take, and their fractions of the measured time. Forward:
+    x, dt, z read and y written once; one exponential per state. Backward: those, dy and the three gradients, twice the
     exponentials."""
     x, A = args[0], args[2]
     clock = SFU_CLOCK * torch.cuda.get_device_properties(x.device).multi_processor_count * 16
@@ -227,7 +228,7 @@ def floors(args, forward_ms, both_ms):
 def speed(shapes=SHAPES):
     for shape in shapes:
         args = inputs(*shape, 16, without=("initial_state",))
-        for chunk in (None, 16):  # the lean default, and twice the saved states
+        for chunk in (None, 16):  # the default, and twice as many saved states
             line(f"B{shape[0]} L{shape[1]} D{shape[2]} N16 chunk {chunk}", args, chunk=chunk)
 
 
@@ -278,8 +279,8 @@ def peer(shapes=SHAPES):
 
 
 def family(lengths=(16, 64, 256, 1024, 4096, 16384, 65536, 131072), n=16, most=1000.0):
-    """B1, no options: forward + backward of all variants; bfloat16 and D1536 on a GPU, float32 and D64 on a CPU. One that
-    would take over `most` ms is left out."""
+    """B1, no options: forward + backward of all variants; bfloat16 and D1536 on a GPU, float32 and D64 on a CPU. A point
+    that would take over `most` ms is skipped."""
     cuda = torch.cuda.is_available()
     device, dtype, width = ("cuda", torch.bfloat16, 1536) if cuda else ("cpu", torch.float32, 64)
     last = {}
@@ -295,7 +296,7 @@ def family(lengths=(16, 64, 256, 1024, 4096, 16384, 65536, 131072), n=16, most=1
                 print(json.dumps(row | {"status": "skipped", "expected_ms": expected}), flush=True)
                 continue
             try:
-                # a process each on a CPU, whose memory is judged by what the process holds
+                # on a CPU each in its own process, because memory is measured per process
                 row |= (bench.measure if cuda else bench.alone)(name, shape, dtype, device, 0.3)
                 last[name] = length, row["fwd_bwd_ms"]
             except (torch.cuda.OutOfMemoryError, MemoryError):
@@ -317,7 +318,7 @@ def figure(source, target):
     for name in dict.fromkeys(r["variant"] for r in rows):
         mine = [r for r in rows if r["variant"] == name and "fwd_bwd_ms" in r]
         for axis, key in zip(axes, ("fwd_bwd_ms", "peak_mib"), strict=True):
-            shown = [r for r in mine if r[key] > 0.05]  # less is within what a process holds anyway
+            shown = [r for r in mine if r[key] > 0.05]  # smaller values are within the noise of a process's memory
             axis.plot([r["length"] for r in shown], [r[key] for r in shown], marker="o", markersize=3, label=name)
     kind = "resident" if rows[0]["dtype"] == "float32" else "allocated"
     for axis, title in zip(axes, ("forward + backward, ms", f"peak {kind} above the inputs, MiB"), strict=True):
@@ -349,7 +350,7 @@ def forms():
 
 
 def alternatives(x):
-    """(pass, plan): ways to launch the forward, then the backward, with the other pass as `fused.plan` has it."""
+    """(pass, plan): ways to launch the forward, then the backward, with the other pass as in `fused.plan`."""
     chosen = fused.plan(x, 1, "euler")
     counts = [n for n in (1, 2, 3, 4) if x.shape[1] >= 32 * n]
     for block in (fused.BLOCK, fused.NARROW):
@@ -381,7 +382,7 @@ def compared(shape):
 
 
 def waves(shapes=WAVES):
-    # a process for each shape: compiled there in parallel, found on disk here
+    # one process per shape compiles in parallel; this process finds the results on disk
     with ProcessPoolExecutor(len(shapes) + 1, multiprocessing.get_context("spawn")) as pool:
         rows = [row for made in pool.map(compared, [COMPARED, *shapes]) for row in made]
     for row in rows:
@@ -426,7 +427,7 @@ def first():
 
 
 def host(shape=(1, 64, 64), count=200):
-    """us of the host a call: medians over 9 times `count` calls, none of which the host waits for."""
+    """us of host time per call: medians over 9 times `count` calls, without synchronization."""
     args = inputs(*shape, 16, without=("initial_state",))
     forward, both = calls(args)
     leaves = [None if t is None else t.detach().requires_grad_() for t in args]
@@ -435,7 +436,7 @@ def host(shape=(1, 64, 64), count=200):
     dy, given = torch.randn_like(y), [t for t in leaves if t is not None]
 
     class Nothing(torch.autograd.Function):
-        """Autograd's own share of such a call."""
+        """Autograd's own part of such a call."""
 
         @staticmethod
         def forward(ctx, *tensors):
@@ -447,7 +448,7 @@ def host(shape=(1, 64, 64), count=200):
             return ctx.saved_tensors
 
     def one_thread():
-        """Not in autograd's thread for the device, whose waking, and whose cold caches, it leaves out."""
+        """Runs outside autograd's thread for the device, which excludes the time to wake it and its cold caches."""
         with torch.autograd.set_multithreading_enabled(False):
             return both()
 

@@ -1,19 +1,19 @@
 /* The selective scan on a CPU, forward and backward. README.md has the equations; cpu.py builds and calls this file.
 
-Channels lie innermost in memory, so a vector holds VW channels and nothing is shuffled. A task is one batch row and a
-block of channels of one group; it walks time in tiles. Within a tile each vector of channels goes through its states
+Channels are innermost in memory, so a vector holds VW channels and nothing is shuffled. A task is one batch row and a
+block of channels of one group; it processes time in tiles. Within a tile each vector of channels processes its states
 KN at a time, whose h and A stay in registers over the tile's steps:
 
     forward    h = exp(ΔA) h + B̄ x,  y += C h
-    backward   per chunk, last to first: once forward from the chunk's saved state, keeping ā and h of the chunk in L1,
+    backward   per chunk, last to first: first forward from the chunk's saved state, keeping ā and h of the chunk in L1,
                then in reverse with the adjoint g:  g += C dy;  dC += dy h;  dB += g Δx;  ...;  g *= ā
 
 No (B, L, D, N) array exists. dB and dC are summed over channels within the task and then over tasks in a fixed order,
-which depends on the shape alone: the result is the same bits for any number of threads. */
+which depends only on the shape: the result is bitwise the same for any number of threads. */
 #include "../vector.h"
 
 #define KN 4     /* states handled together */
-#define TILE 32  /* steps of a forward tile */
+#define TILE 32  /* steps per forward tile */
 
 /* One call. Strides are in elements. A, D, bias, h0, dfinal and all results are contiguous; absent ones are null. */
 struct args {
@@ -29,10 +29,10 @@ struct args {
 
 /* ---- arithmetic -------------------------------------------------------------------------------------------------- */
 
-/* 2^x where x is never positive, as every decay of a stable state is: fewer operations, for most of the time goes here.
-Below -126 it stays 1e-38. Vectors that can look up 32 values take 2^x = 2^k 2^f with k in steps of 1/32, |f| <= 1/64,
-and a cubic for f (1e-10: a slow decay repeats its error a thousand times). The bits of k + magic count those steps;
-moved to the exponent's place they are added to a table entry from which its own low bits were taken before. */
+/* 2^x for x <= 0, the case of every stable state's decay: it takes fewer operations, and most of the time is spent here.
+Below -126 it stays 1e-38. Vectors that can look up 32 values use 2^x = 2^k 2^f with k in steps of 1/32, |f| <= 1/64,
+and a cubic for f (1e-10, because a slow decay repeats its error a thousand times). The bits of k + magic count those steps;
+shifted to the exponent's place they are added to a table entry from which its own low bits were subtracted before. */
 #if defined(__AVX512F__)
 struct powers { vf low, high; };
 INLINE struct powers powers(void) {
@@ -61,7 +61,7 @@ INLINE vf decay2v(vf x, struct powers p) {
 }
 #endif
 
-/* The sums over the lanes of KN vectors, each by a fixed tree. */
+/* The sums over the lanes of KN vectors, each in a fixed order. */
 INLINE void totals(const vf *v, float *to) {
 #if defined(__AVX512F__)
     __m512 a = (__m512)v[0], b = (__m512)v[1], c = (__m512)v[2], d = (__m512)v[3];
@@ -113,13 +113,13 @@ struct scratch {
     struct stream { const char *at; int64_t step, across; } soon[8]; /* what each pass over a tile fetches */
 };
 
-/* The processor's own prefetch does poorly on rows of a few lines far apart: each pass over the tile's steps also
-touches one array's rows, of the tile to come (inputs) or of this one (results). Strides in elements. */
+/* The processor's own prefetch works poorly on rows of a few cache lines far apart, so each pass over the tile's steps also
+touches one array's rows, of the next tile (inputs) or of this one (results). Strides in elements. */
 static void fetch(struct scratch *s, int pass, const float *p, int64_t time, int64_t channel) {
     s->soon[pass] = (struct stream){(const char *)(p ? p : s->B), p ? 4 * time : 0, p ? 4 * VW * channel : 0};
 }
 
-/* Lays the arrays into `memory`, or only counts: returns the bytes they take. */
+/* Places the arrays in `memory`, or only counts; returns the bytes that they take. */
 static int64_t lay_out(struct scratch *s, void *memory, const struct args *a, int64_t steps) {
     int64_t nv = a->block, np = (a->n + KN - 1) / KN * KN, per = nv * np, row = nv * steps, own = steps * KN;
     int64_t bc = (steps * np + VW - 1) / VW, flags = (steps + 4 * VW - 1) / (4 * VW), used = 0;
@@ -132,7 +132,7 @@ static int64_t lay_out(struct scratch *s, void *memory, const struct args *a, in
     return used * (int64_t)sizeof(vf);
 }
 
-/* A row of B or C of the tile, widened to np states: absent states have B = C = 0, and with A = 0 they stay 0. */
+/* A row of B or C of the tile, padded to np states: padded states have B = C = 0, and with A = 0 they stay 0. */
 static void load_states(float *to, const float *from, const int64_t *s, const struct args *a, const struct task *k,
                         int64_t t0, int64_t steps) {
     for (int64_t t = 0; t < steps; t++) {
@@ -152,7 +152,7 @@ static int load_A(struct scratch *s, const struct args *a, const struct task *k)
             for (int i = 0; i < VW; i++) grows |= A[i] > 0.0f;
             s->A[v * k->np + n] = A;
             s->A2[v * k->np + n] = A * LOG2E;
-            /* (exp(ΔA) - 1)/A is Δ to float32 long before A gets this small; 0 marks it */
+            /* (exp(ΔA) - 1)/A equals Δ in float32 long before A is this small; 0 marks this case */
             s->invA[v * k->np + n] = pick((A > 1e-20f) | (A < -1e-20f), 1.0f / A, splat(0.0f));
         }
     return grows;
@@ -174,7 +174,7 @@ static void store_state(float *to, const vf *from, const struct args *a, const s
         }
 }
 
-/* What the inner loops are made for. ΔA > 0 takes an A > 0, or a Δ < 0, which no softplus gives. */
+/* The case for which the inner loops are written. ΔA > 0 requires an A > 0, or a Δ < 0, which softplus never gives. */
 enum kind { EULER, EULER_GROWING, ZOH };
 
 /* Δ, x, Δx of the tile, and D x. Sets whether a document starts in the tile. */
@@ -269,7 +269,7 @@ static void forward_task(const void *args, void *memory, int64_t i) {
         fetch(s, 1, a->dt + k.b * a->sdt[0] + to * a->sdt[1] + k.first * a->sdt[2], a->sdt[1], a->sdt[2]);
         fetch(s, 2, a->y + (k.b * a->length + t0) * a->width + k.first, a->width, 1);
         fetch(s, 3, a->z ? a->z + k.b * a->sz[0] + t0 * a->sz[1] + k.first * a->sz[2] : 0, a->sz[1], a->sz[2]);
-        /* the usual case gets code of its own, without a test in the loop */
+        /* the usual case has its own code, without a branch in the loop */
         if (kind == EULER && !any) scan_tile(s, &k, steps, EULER, 0);
         else if (kind == EULER) scan_tile(s, &k, steps, EULER, any);
         else if (kind == ZOH) scan_tile(s, &k, steps, ZOH, any);
@@ -297,7 +297,7 @@ INLINE vf slope(vf u, vf delta, vf grow, vf ratio, vf invA) {
     return pick((u < 0.5f) & (u > -0.5f), delta * delta * near, (delta * grow - ratio) * invA);
 }
 
-/* One vector, KN states, one chunk: forward again, then reverse. Letters as in README.md: g is ∂loss/∂h. */
+/* One vector, KN states, one chunk: recompute forward, then reverse. Letters as in README.md: g is ∂loss/∂h. */
 INLINE void reverse_chunk(struct scratch *s, const struct task *k, int64_t v, int64_t n, int64_t steps,
                           const enum kind kind, const int any, const int gated) {
     const vf *delta = s->delta + v * steps, *x = s->x + v * steps, *dx = s->dx + v * steps, *dy = s->dy + v * steps;
@@ -361,7 +361,7 @@ INLINE void reverse_chunk(struct scratch *s, const struct task *k, int64_t v, in
     for (int j = 0; j < KN; j++) s->g[v * k->np + n + j] = g[j], s->dA[v * k->np + n + j] = dA[j];
 }
 
-/* ∂y before the gate, and the factor that makes ∂z of y; sums start at 0. */
+/* ∂y before the gate, and the factor that turns y into ∂z; sums start at 0. */
 static void load_gradients(struct scratch *s, const struct args *a, const struct task *k, int64_t t0, int64_t steps) {
     for (int64_t v = 0; v < k->nv; v++) {
         int w = lanes(k, v);
@@ -390,7 +390,7 @@ static void store_gradients(struct scratch *s, const struct args *a, const struc
             int64_t i = v * steps + t;
             vf dx = s->ds[i], dd = s->dd[i];
             if (!a->zoh) dd += s->x[i] * dx, dx *= s->delta[i];
-            if (a->softplus) dd *= -exp2m1v(s->delta[i] * -LOG2E); /* sigmoid of what went into the softplus */
+            if (a->softplus) dd *= -exp2m1v(s->delta[i] * -LOG2E); /* sigmoid of the softplus's input */
             store(a->dx + at, dx + D * s->dy[i], w);
             store(a->ddt + at, dd, w);
             if (a->z) store(a->dz + at, s->gate[i] * s->y[i], w);
@@ -476,7 +476,7 @@ static void sum_task(const void *args, void *memory, int64_t i) {
     }
 }
 
-/* ---- entry points: 0, or 1 where there was no memory ------------------------------------------------------------- */
+/* ---- entry points: 0, or 1 if out of memory --------------------------------------------------------------------- */
 
 int64_t seqmix_lanes(void) { return VW; }
 
@@ -491,7 +491,7 @@ int64_t seqmix_scan_backward(const struct args *a) {
     int64_t rows = a->batch * a->groups, tasks = rows * blocks(a), bytes = lay_out(&s, 0, a, a->chunk);
     struct job job = {.args = a, .task = backward_task, .tasks = tasks, .threads = a->threads, .bytes = bytes};
     if (run(job)) return 1;
-    int64_t threads = tasks * a->length * a->n > 1 << 20 ? a->threads : 1; /* less is done before a thread wakes */
+    int64_t threads = tasks * a->length * a->n > 1 << 20 ? a->threads : 1; /* less work is done before a thread wakes */
     run((struct job){.args = a, .task = sum_task, .tasks = rows, .threads = threads});
     sum_rows(a->dA, a->pA, a->batch, a->width * a->n);
     sum_rows(a->dD, a->pD, a->batch, a->width);

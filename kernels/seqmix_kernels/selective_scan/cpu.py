@@ -1,7 +1,7 @@
-"""The C kernel (cpu.c) as `forward` and `backward` over torch tensors, in the contract op.py gives every backend.
+"""The C kernel (cpu.c) as `forward` and `backward` over torch tensors, with the signature that op.py expects of a backend.
 
-Depth L, work O(B L D N) spread over batch rows and channel blocks. float32 inside; 16-bit tensors are widened around
-it. Saved for the backward beyond the inputs: a state every CHUNK steps, 4 N / CHUNK bytes per (b, t, d).
+Depth L, work O(B L D N) spread over batch rows and channel blocks. It computes in float32; 16-bit tensors are converted
+before and after. Besides the inputs it saves a state every CHUNK steps for the backward, 4 N / CHUNK bytes per (b, t, d).
 """
 
 import ctypes
@@ -13,14 +13,14 @@ from torch import Tensor
 from ..c_library import load
 
 _SOURCE = Path(__file__).with_name("cpu.c")
-CHUNK = 32  # steps between saved states: what the backward keeps of a chunk nearly fits the first-level cache
-_BLOCK = 8  # vectors of channels in a task at most: their dB and dC are added before leaving the core
-_SMALL = 1 << 17  # states and steps that one thread does sooner than it wakes another
-_TASKS = 16  # a block shrinks until there are so many tasks; by shape alone, so that the sums' order never changes
+CHUNK = 32  # steps between saved states: the backward's data of a chunk nearly fits into the L1 cache
+_BLOCK = 8  # most vectors of channels per task: their dB and dC are summed within the task
+_SMALL = 1 << 17  # up to this many states times steps one thread is faster than waking others
+_TASKS = 16  # a block shrinks until there are this many tasks; only the shape decides, so the order of sums is fixed
 
 
 def why_not() -> str | None:
-    """Why the C kernel cannot run on this machine; None if it can. Compiles it where that has not been done."""
+    """Why the C kernel cannot run on this machine; None if it can. It compiles the kernel if necessary."""
     found = load(_SOURCE)
     return found if isinstance(found, str) else None
 
@@ -33,7 +33,7 @@ def _library():
 
 
 def saved_specs(x: Tensor, A: Tensor, B: Tensor, z: Tensor | None, discretization: str, chunk: int | None, save: bool):
-    """Shapes and dtypes of what the forward keeps: the states before each chunk, (B, chunks, N, D), and nothing else."""
+    """Shapes and dtypes of what the forward saves: only the states before each chunk, (B, chunks, N, D)."""
     batch, length, width = x.shape
     chunk = chunk or CHUNK
     states = (batch, (length + chunk - 1) // chunk, A.shape[1], width) if save else (0,)
@@ -41,8 +41,8 @@ def saved_specs(x: Tensor, A: Tensor, B: Tensor, z: Tensor | None, discretizatio
 
 
 def forward(x, dt, A, B, C, D, z, dt_bias, initial_state, seq_idx, dt_softplus, discretization, chunk, save=True):
-    """y, the final state, the boundary states (`saved_specs`), and (0,): y before the gate
-    is made again in the backward."""
+    """y, the final state, the boundary states (`saved_specs`), and (0,): the backward
+    recomputes y before the gate."""
     batch, length, width = x.shape
     n = A.shape[1]
     chunk = chunk or CHUNK
@@ -92,7 +92,8 @@ def _new(*shape: int) -> Tensor:
 
 
 class _Call:
-    """The fields of `struct args` in cpu.c, all of eight bytes, for one shape; holds what the pointers point to."""
+    """The fields of `struct args` in cpu.c, all of eight bytes, for one shape; it holds references to the tensors behind the
+    pointers."""
 
     def __init__(self, x, dt, A, B, C, D, z, dt_bias, h0, seq_idx, softplus, discretization, chunk):
         self.library = _library()

@@ -1,16 +1,16 @@
 """Parallel forms of the recurrence h_t = ā_t h_{t-1} + b̄_t in plain torch, for any device and dtype.
 
 A step is the affine map (ā, b̄): h -> ā h + b̄. Two steps compose to one, (a₁, b₁) then (a₂, b₂) = (a₂ a₁, a₂ b₁ + b₂),
-and composition is associative, so the states are a prefix "sum" that any scan algorithm can make (Blelloch, "Prefix
+and composition is associative, so the states are a prefix "sum" that any scan algorithm can compute (Blelloch, "Prefix
 sums and their applications", 1990). With T steps of (B, D, N) elements each:
 
-    form          depth          combines       extra memory
+    form          depth          compositions   extra memory
     kogge_stone   log2 T         T log2 T       2 (B, T, D, N)     Hillis and Steele 1986; Kogge and Stone 1973
     blelloch      2 log2 T       2 T            2 (B, T, D, N)     up-sweep, down-sweep
     chunked       (T/K) log2 K   T log2 K       2 (B, K, D, N)     kogge_stone inside a chunk of K, serial across
 
 The adjoint of the recurrence is the same recurrence run backwards, g_t = ∂h_t + ā_{t+1} g_{t+1}, so the gradient of
-each form is that form again on flipped tensors: nothing is kept but ā and h.
+each form is that form again on flipped tensors: only ā and h are saved.
 """
 
 import torch
@@ -32,7 +32,7 @@ def kogge_stone(a: Tensor, b: Tensor) -> Tensor:
 
 
 def blelloch(a: Tensor, b: Tensor) -> Tensor:
-    """The same states by halving: compose neighbours (up-sweep), scan the half, spread it to the rest (down-sweep)."""
+    """The same states by halving: compose neighbours (up-sweep), scan the half as long sequence, expand it (down-sweep)."""
     length = a.shape[1]
     if length < 2:
         return b
@@ -75,7 +75,7 @@ def parallel(
     decay, b = discretise(x, dt, A, B, dt_bias, dt_softplus, discretization, seq_idx)
     h0 = initial(initial_state, b)
     h = _Scan.apply(decay, b, h0, scan) if x.shape[1] else b
-    final = h[:, -1].clone() if x.shape[1] else h0  # a view would keep all states alive
+    final = h[:, -1].clone() if x.shape[1] else h0  # a copy, because a view would keep all states alive
     return read_out(h, x, C, D, z), final.flatten(1, 2)
 
 
@@ -83,17 +83,17 @@ def chunked(
     x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=True, discretization="euler", initial_state=None,
     seq_idx=None, *, chunk: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """kogge_stone inside chunks of `chunk` steps, the state carried across. A chunk is recomputed in the backward, so
-    the (B, L, D, N) tensors never exist at once."""
+    """kogge_stone within chunks of `chunk` steps, the state carried between chunks. The backward recomputes each chunk, so
+    the (B, L, D, N) tensors never exist as a whole."""
     batch, length, width = x.shape
     state = A.new_zeros(batch, width, A.shape[1]) if initial_state is None else initial_state
     if not length:
         return torch.empty_like(x), state.clone()
-    # split, not slices: each slice's backward would fill a tensor of the whole length with zeros
+    # split instead of slices, because each slice's backward would fill a tensor of the whole length with zeros
     parts = [[None] * -(-length // chunk) if t is None else t.split(chunk, 1) for t in (x, dt, B, C, z)]
     ys = []
     for i, (x_i, dt_i, B_i, C_i, z_i) in enumerate(zip(*parts, strict=True)):
-        # one index of look-back tells whether this chunk opens a document; `_one_chunk` drops it again
+        # one earlier index shows whether this chunk begins a document; `_one_chunk` drops it
         seq_i = None if seq_idx is None else seq_idx[:, max(i * chunk - 1, 0) : (i + 1) * chunk]
         args = (x_i, dt_i, A, B_i, C_i, D, z_i, dt_bias, state, seq_i)
         y, state = _Recomputed.apply(dt_softplus, discretization, *args)
@@ -102,7 +102,7 @@ def chunked(
 
 
 class _Recomputed(torch.autograd.Function):
-    """One chunk that keeps its inputs alone. (torch's checkpoint leaves each chunk's tensors to the garbage collector.)"""
+    """One chunk that saves only its inputs. (torch's checkpoint leaves each chunk's tensors to the garbage collector.)"""
 
     @staticmethod
     def forward(ctx, dt_softplus, discretization, *tensors):

@@ -1,14 +1,14 @@
-"""Launches the fused selective scan: one kernel forward, one backward (and small ones that add up partial sums).
+"""Launches the fused selective scan: one kernel forward, one backward (and small ones that add partial sums).
 
-Two forms of one design, with the same saved tensors, so either backward can follow either forward:
+There are two implementations of one design, with the same saved tensors, so either backward can follow either forward:
   triton_kernels   plain Triton, general, testable by Triton's interpreter
-  gluon_kernels    explicit layouts, tuned on Hopper, for all that matters; `gluon_why_not` says when it is passed over,
+  gluon_kernels    explicit layouts, tuned on Hopper, for nearly all cases; `gluon_why_not` says when it is not used,
                    `padded_group` which channels are padded for it
 
-Saved for the backward, beyond the inputs: the states before every `chunk`-th step, 16-bit fixed point with one exponent
-a channel for 16-bit inputs (1.06 bytes per (b, t, d) at N = 16 and chunk 32), float32 for float32 inputs. The output
-before the gate is recomputed. Sums over channels (dB, dC) leave the kernels as partials of a piece of L at a time, which
-keeps them small; every sum has a fixed order, so gradients are bitwise the same twice.
+Saved for the backward, besides the inputs, are the states before every `chunk`-th step: 16-bit fixed point with one
+exponent per channel for 16-bit inputs (1.06 bytes per (b, t, d) at N = 16 and chunk 32), float32 for float32 inputs. The output
+before the gate is recomputed. The kernels write partial sums over channels (dB, dC) for one piece of L at a time, which
+keeps them small; every sum has a fixed order, so gradients are bitwise reproducible.
 """
 
 import functools
@@ -22,12 +22,12 @@ from torch import Tensor
 from ..launch import launch
 from . import triton_kernels as tk
 
-GROUP = 2  # steps whose states and decays the plain backward holds in registers
-BLOCK, NARROW = 64, 32  # channels of a Gluon CTA, 16 to a warp
-TILE_FWD, TILE_BWD = 32, 16  # steps of a Gluon tile
-STATES = 16  # of a channel that one Gluon call takes
+GROUP = 2  # steps whose states and decays the plain Triton backward holds in registers
+BLOCK, NARROW = 64, 32  # channels per Gluon CTA, 16 per warp
+TILE_FWD, TILE_BWD = 32, 16  # steps per Gluon tile
+STATES = 16  # most states per channel in one Gluon call
 CARRY_REGS = 128
-PARTIALS = 1 << 24  # bytes that the partial sums of a backward may always take
+PARTIALS = 1 << 24  # bytes that the partial sums of a backward may take in any case
 SMS = 132  # of an H200, where the rules below were measured
 OPTIONAL = Tensor | None
 
@@ -37,14 +37,14 @@ def cdiv(a: int, b: int) -> int:
 
 
 def power_of_2(n: int) -> int:
-    """The next one. Triton's own cdiv and next_power_of_2 cost 8 us a call."""
+    """The next power of 2. Triton's own cdiv and next_power_of_2 take 8 us per call."""
     return 1 << (n - 1).bit_length()
 
 
 class Plan(NamedTuple):
-    """How a call is launched. gluon: with explicit layouts. segments: the pieces of L that run side by side. block: the
-    channels of a CTA, BLOCK or NARROW. backward, backward_block: both for the backward. ahead: whether the backward loads
-    the next tile before it needs it; None: where the CTAs leave registers for that."""
+    """How a call is launched. gluon: with explicit layouts. segments: the number of pieces of L that run in parallel. block:
+    channels per CTA, BLOCK or NARROW. backward, backward_block: the same for the backward. ahead: whether the backward
+    prefetches the next tile; None: if the CTAs leave registers for that."""
 
     gluon: bool
     segments: int = 1
@@ -55,7 +55,7 @@ class Plan(NamedTuple):
 
 
 def why_not(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> str | None:
-    """Why these tensors cannot go through the kernels; None if they can."""
+    """Why the kernels cannot run on these tensors; None if they can."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         return None if x.device.type == "cpu" else "Triton's interpreter is on and x is not on the CPU"
     if x.device.type != "cuda":
@@ -65,16 +65,16 @@ def why_not(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> str | Non
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"it takes float32, bfloat16 and float16, not {x.dtype}"
     if A.shape[1] > 256:
-        return f"it takes up to 256 states a channel, not {A.shape[1]}"
+        return f"it takes up to 256 states per channel, not {A.shape[1]}"
     return None
 
 
 def gluon_why_not(x: Tensor, groups: int) -> str | None:
-    """Why a call takes the plain kernels; None if it takes the Gluon ones."""
+    """Why a call uses the plain Triton kernels; None if it uses the Gluon ones."""
     if x.device.type != "cuda" or not _nvidia(x.device.index):
         return "no NVIDIA GPU of compute capability 8.0 or newer"
     if x.shape[0] > 65535:
-        return f"{x.shape[0]} rows, more than a grid's second axis takes"
+        return f"{x.shape[0]} rows, more than the grid's second axis allows"
     if groups > 1 and x.shape[2] // groups < BLOCK // 2:
         return f"a group's {x.shape[2] // groups} channels would fill less than half of a CTA's {BLOCK}"
     return None
@@ -86,8 +86,8 @@ def _nvidia(index: int | None) -> bool:
 
 
 def padded_group(x: Tensor, groups: int) -> int:
-    """Channels that the Gluon kernels take for a group's: whole CTAs where there are several groups, an even number where
-    two channels share a word."""
+    """Channels per group after padding for the Gluon kernels: whole CTAs if there are several groups, an even number if two
+    channels share a word."""
     channels = x.shape[2] // groups
     if groups > 1:
         return cdiv(channels, BLOCK) * BLOCK
@@ -106,20 +106,20 @@ def plan(x: Tensor, groups: int, discretization: str) -> Plan:
 
 
 def segments_for(batch: int, length: int, width: int, backward: bool = False) -> int:
-    """Into how many segments L is split, which costs a carry pass: none where the batch and the channels give every SM a
-    CTA, or two in the backward."""
+    """Number of segments into which L is split, which costs a carry pass: one if the batch and the channels alone give enough
+    CTAs for the SMs."""
     ctas = batch * cdiv(width, BLOCK)
     if ctas > SMS * (1 if backward else 3 / 4) or length < 2048:
         return 1
     if ctas > SMS * 3 / 4:
-        return 2 * (3 * SMS // ctas)  # two full waves of three CTAs an SM
-    # enough for several waves: a short tail matters more than the carry pass, which costs the same for any number
+        return 2 * (3 * SMS // ctas)  # two full waves of three CTAs per SM
+    # enough for several waves: a short tail matters more than the carry pass, whose cost does not depend on the number
     want = cdiv(12 * SMS, ctas)
     return max(1, min(power_of_2(want), length // 512))
 
 
 def even_segments(batch: int, length: int, width: int, zoh: bool) -> int:
-    """Segments of a backward that has CTAs for every SM, such that all SMs have about as many. With Euler's rule CTAs of one
+    """Segments of a backward with CTAs for every SM, chosen so that SMs have about equally many. With Euler's rule CTAs of one
     SM take turns, so the time is that of the busiest SM, and a carry pass costs a quarter of what one CTA per SM takes. With
     zero-order hold two CTAs fill an SM, so the time is that of whole waves of two, and a carry pass costs a tenth."""
     if length < 2048:
@@ -135,15 +135,15 @@ def even_segments(batch: int, length: int, width: int, zoh: bool) -> int:
 
 
 def block_for(batch: int, width: int) -> int:
-    """Channels of a CTA: NARROW where all CTAs run at once and the busiest SM then has fewer warps, each of which issues an
-    instruction in turn with the others."""
+    """Channels per CTA: NARROW if all CTAs run at once and the busiest SM then has fewer warps, since warps take turns issuing
+    instructions."""
     ctas, narrow = batch * cdiv(width, BLOCK), batch * cdiv(width, NARROW)
     fits = ctas <= 3 * SMS
     return NARROW if fits and cdiv(narrow, SMS) * (NARROW // 16) < cdiv(ctas, SMS) * (BLOCK // 16) else BLOCK
 
 
 def chunk_for(n: int, chunk: int | None) -> int:
-    """Steps between saved states: a power of two from 16; at most 32 where N <= 16, at most 1024 else."""
+    """Steps between saved states: a power of two, at least 16; at most 32 if N <= 16, otherwise at most 1024."""
     if chunk is None:
         return 32 if n <= 16 else 64
     return min(32 if n <= 16 else 1024, max(16, power_of_2(chunk)))
@@ -152,13 +152,13 @@ def chunk_for(n: int, chunk: int | None) -> int:
 def saved_specs(
     x: Tensor, A: Tensor, B: Tensor, z: OPTIONAL, discretization: str, chunk: int | None, save: bool, how: Plan | None = None
 ) -> tuple[tuple[tuple[int, ...], torch.dtype], tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of what `forward` keeps for the backward, (0,) for nothing.
+    """Shapes and dtypes of what `forward` saves for the backward, (0,) for nothing.
 
-    boundary states  the state before every chunk: (B, chunks, D N) float32, or (B, chunks, D (N + 1)) int16. Nothing where
-                     the Gluon kernels take more than 16 states: the backward makes them again, 16 at a time
-    gate             what the gradient of z needs: (B, ceil(L / 16), CTAs of D) int8, marks of the tiles where the output
-                     does not tell what was gated; (B, L, D), what was gated, for more than 16 states; else nothing
-    D is here what the Gluon kernels see of it: `padded_group`.
+    boundary states  the state before every chunk: (B, chunks, D N) float32, or (B, chunks, D (N + 1)) int16. Nothing if
+                     the Gluon kernels process more than 16 states: the backward recomputes them, 16 at a time
+    gate             for the gradient of z: (B, ceil(L / 16), CTAs of D) int8, marks of the tiles where the value before the
+                     gate cannot be computed from y; (B, L, D), that value, for more than 16 states; otherwise nothing
+    D is the padded width that the Gluon kernels see: `padded_group`.
     """
     batch, length, width = x.shape
     n = A.shape[1]
@@ -269,13 +269,13 @@ def backward(
     chunk: int | None,
     how: Plan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial; shape (0,) for what was not given. y is read where gate has marks."""
+    """dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial; shape (0,) for what was not given. y is read if gate holds marks."""
     batch, length, width = x.shape
     n, groups = A.shape[1], B.shape[2]
     how = how or plan(x, groups, discretization)
     if how.gluon and padded_group(x, groups) != width // groups:
         pad = _Pad(groups, width // groups, padded_group(x, groups))
-        if y.shape == x.shape:  # else the gate in its place, which is as wide as it is to be
+        if y.shape == x.shape:  # otherwise y is the gate, which has the padded width already
             y = pad(y)
         dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial = backward(
             pad(dy), pad(dfinal, -2), pad(x), pad(dt), pad(A, -2), B, C, pad(D), pad(z, value=1.0), pad(dt_bias),
@@ -318,7 +318,7 @@ def backward(
         return dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial
     given = dict(HAS_D=D is not None, HAS_Z=z is not None, HAS_BIAS=dt_bias is not None, SOFTPLUS=dt_softplus,
                  BFP=states.dtype == torch.int16)  # fmt: skip
-    # what later steps hand to the state, carried from piece to piece; at the end the gradient of the initial state
+    # the adjoint, carried from piece to piece; at the end it is the gradient of the initial state
     adjoint = _state_in(dfinal, A, batch, 1, 0)
     if dfinal is None:
         adjoint.zero_()
@@ -347,7 +347,7 @@ def backward(
 
 
 class _Gluon:
-    """Launches the Gluon kernels for up to 16 states: what all such calls of one forward or backward share."""
+    """Launches the Gluon kernels for up to 16 states; holds what all such calls of one forward or backward share."""
 
     def __init__(self, x, dt, z, dt_bias, seq_idx, softplus, zoh, chunk, segments, block, ahead=None):
         self.x, self.dt, self.z, self.bias = _words(x), _words(dt), _words(z), dt_bias
@@ -365,8 +365,8 @@ class _Gluon:
                 self.alive = ends.view(x.shape[0], self.segments, self.steps).amin(2)
 
     def forward(self, A, B, C, D, z, initial_state, states, y, gate, total=None) -> Tensor:
-        """Fills y, the states that are saved, the gate; those that are None not. total: y of other states, to be added.
-        The final state."""
+        """Fills y, the saved states and the gate, unless they are None. total: y of other states, to be added. Returns the
+        final state."""
         from . import gluon_kernels as gk
 
         batch, length, width = self.shape
@@ -393,13 +393,13 @@ class _Gluon:
         return final
 
     def _few(self) -> bool:
-        """Whether a thread of every CTA may have 255 registers: two CTAs of 64 channels an SM or four of 32."""
+        """Whether CTAs are so few that a thread may have 255 registers: two CTAs of 64 channels per SM or four of 32."""
         return self.shape[0] * self.blocks * self.segments * self.block <= 2 * SMS * BLOCK
 
     def backward(self, dy, dfinal, A, B, C, D, z, states, y, gate, dx, ddt, dz, dB, dC, free, totals=None):
         """Fills dx, ddt, dB, dC and, if it is not None, dz. free: two tensors like x whose memory serves as scratch until
-        dx and ddt are written there. totals: dx and ddt of other states, to be added. The sums that `_gradients` finishes
-        and the adjoint of the initial state."""
+        dx and ddt are written there. totals: dx and ddt of other states, to be added. Returns the sums that `_gradients`
+        finishes and the adjoint of the initial state."""
         from . import gluon_kernels as gk
 
         batch, length, width = self.shape
@@ -415,7 +415,7 @@ class _Gluon:
             how_dz = 1
         else:
             how_dz = 3 if gate.numel() else 2
-        # the marks are the forward's, whose CTAs may have another width
+        # the forward wrote the marks, and its CTAs may have another width
         marked = BLOCK if how_dz != 1 or gate.shape[2] == cdiv(width, BLOCK) else NARROW
         few = self._few()
         ahead = few and not self.zoh if self.ahead is None else self.ahead  # zero-order hold would spill
@@ -440,7 +440,7 @@ class _Gluon:
         return sums, adjoint
 
     def _carry(self, x, A, B, z, ini, has_ini, reverse) -> None:
-        """Fills ini (B, segments, N, D) with the state (reverse: the adjoint) that comes into each segment."""
+        """Fills ini (B, segments, N, D) with the state (reverse: the adjoint) that enters each segment."""
         from . import gluon_kernels as gk
 
         batch, length, width = self.shape
@@ -465,11 +465,11 @@ class _Gluon:
         )  # fmt: skip
 
     def _pieces(self, step_bytes, free, written):
-        """The pieces of L that a backward takes, last to first, each with where its partial sums of dB and dC go and
-        the strides there (floats) of a batch row and of a segment. step_bytes: of either sum, a step.
+        """The pieces of L in a backward, last to first, each with the memory for its partial sums of dB and dC and
+        the strides there (floats) of a batch row and of a segment. step_bytes: of either sum, per step.
 
-        The memory of `free` is scratch that costs nothing. Where dx and ddt are at last `written` there, only the steps
-        before a piece are: so the last piece but one takes what fits there, and memory of its own holds the rest."""
+        The memory of `free` is scratch that costs nothing. If dx and ddt are finally `written` there, only the steps
+        before a piece are still free: so one piece uses what fits there, and extra memory holds the others."""
         batch, length, width = self.shape
         steps, segments, K = self.steps, self.segments, self.chunk
         rows, row_bytes = batch * segments, width * free[0].element_size()
@@ -485,7 +485,7 @@ class _Gluon:
                 pieces.append((start, total - start, *scratch, length * row_bytes // 4, steps * row_bytes // 4))
                 end = start
         if end:
-            own_bytes = _own_bytes(self.x, 3 if self.block == BLOCK else 1)  # narrow CTAs: twice the sums, still two pieces
+            own_bytes = _own_bytes(self.x, 3 if self.block == BLOCK else 1)  # NARROW: twice the sums, still two pieces
             piece = cdiv(min(end, max(1, own_bytes // (2 * rows * step_bytes))), K) * K
             own = [free[0].new_empty(rows * piece * step_bytes // 4, dtype=torch.float32) for _ in range(2)]
             stride = piece * step_bytes // 4
@@ -495,8 +495,8 @@ class _Gluon:
 
 
 class _Pad(NamedTuple):
-    """Channels that change nothing, behind those of each group: of `channels` it makes `wide`. Zeros, but z: at a gate
-    that is shut the backward takes the longer way."""
+    """Pads each group from `channels` to `wide` channels that affect nothing. They are zero except in z, because for a closed
+    gate the backward does extra work."""
 
     groups: int
     channels: int
@@ -510,14 +510,14 @@ class _Pad(NamedTuple):
         return out.flatten(dim - 1, dim)
 
     def cut(self, t: Tensor, dim: int = -1) -> Tensor:
-        if t.shape == (0,):  # what was not given
+        if t.shape == (0,):  # the input was not given
             return t
         t = t.unflatten(dim, (self.groups, self.wide)).narrow(dim, 0, self.channels)
         return t.flatten(dim - 1, dim).contiguous()
 
 
 def _parts(n: int) -> list[slice]:
-    """The states, as many at a time as a Gluon call takes."""
+    """Slices of the states, each as large as a Gluon call supports."""
     return [slice(i, min(i + STATES, n)) for i in range(0, n, STATES)]
 
 
@@ -547,7 +547,7 @@ def _gradients(dx, ddt, sums, dB, dC, D, dz, dt_bias, initial_state, adjoint):
 def _reduce_bc(pB, pC, dB, dC, piece, blocks, p0, steps, segments, spb, sps, sk) -> None:
     batch, length, groups, n = dB.shape
     np2 = power_of_2(n)
-    # a tile of 2048 each: enough loads in flight, enough programs. A width that leaves no lane idle, if there is one
+    # tiles of 2048: enough loads in flight and enough programs; if possible, a width that leaves no lane idle
     wide = blocks & -blocks if 8 <= (blocks & -blocks) <= 32 else min(32, power_of_2(blocks))
     step, count = max(1, 2048 // (np2 * wide)), batch * segments * piece * groups
     launch(
@@ -559,7 +559,7 @@ def _reduce_bc(pB, pC, dB, dC, piece, blocks, p0, steps, segments, spb, sps, sk)
 
 
 def _three_ctas(x: Tensor) -> dict:
-    """The limit that puts three CTAs on an SM; with 32-bit inputs it would spill."""
+    """The register limit for three CTAs per SM; with 32-bit inputs it would spill."""
     return {} if x.dtype == torch.float32 else {"maxnreg": 168}
 
 
@@ -572,25 +572,25 @@ def _segments(length: int, segments: int) -> tuple[int, int]:
 
 
 def _state_in(state: OPTIONAL, A: Tensor, batch: int, segments: int, at: int) -> Tensor:
-    """(B, segments, N, D) with the given (B, D, N) in one segment; the rest is not set."""
+    """(B, segments, N, D) with the given (B, D, N) in one segment; the others are uninitialised."""
     width, n = A.shape
     out = A.new_empty(batch, segments, n, width)
-    if state is not None:  # a copy always: the kernels write here
+    if state is not None:  # always a copy, because the kernels write here
         out[:, at].copy_(state.transpose(1, 2))
     return out
 
 
 def _block(n: int, per_group: int, zoh: bool) -> tuple[int, int, int]:
-    """Channels a program, its warps, N padded: 8 states a lane (4 with the longer formulas of zoh; more would spill),
-    and at least 8 channels to share the sums over channels."""
+    """Channels per program, its warps, N padded: 8 states per lane (4 with the longer formulas of zoh; more would spill),
+    and at least 8 channels, so that a program sums over several channels."""
     np2, lane = power_of_2(n), 128 if zoh else 256
     block = min(32, max(8, lane // np2), power_of_2(per_group))
     return block, max(1, np2 * block // lane), np2
 
 
 def _own_bytes(x: Tensor, part: int = 3) -> int:
-    """Bytes that partial sums of a backward may take beside the gradients: a third of x keeps the peak of forward and
-    backward under the CUDA original's. Each further piece costs two more launches, 15 to 20 us."""
+    """Bytes that partial sums of a backward may take besides the gradients: a third of x keeps the peak of forward and
+    backward below that of the original CUDA kernel. Each further piece costs two more launches, 15 to 20 us."""
     return max(PARTIALS, x.numel() * x.element_size() // part)
 
 
@@ -599,12 +599,12 @@ def _dense(t: OPTIONAL) -> OPTIONAL:
 
 
 def _rows(t: OPTIONAL) -> OPTIONAL:
-    """With the last dimension contiguous in memory."""
+    """t, copied unless its last dimension is contiguous."""
     return t if t is None or t.stride(-1) == 1 else t.contiguous()
 
 
 def _words(t: OPTIONAL) -> OPTIONAL:
-    """With a last dimension that can be read as 32-bit words."""
+    """t, copied unless its last dimension can be read as 32-bit words."""
     if t is None or t.element_size() == 4:
         return _rows(t)
     ok = t.stride(-1) == 1 and t.stride(0) % 2 == 0 and t.stride(1) % 2 == 0 and t.data_ptr() % 4 == 0
@@ -612,7 +612,7 @@ def _words(t: OPTIONAL) -> OPTIONAL:
 
 
 def _or(t: OPTIONAL, other: Tensor) -> Tensor:
-    """A pointer that a kernel will not read, where t is absent."""
+    """t, or a placeholder pointer that the kernel does not read."""
     return other if t is None else t
 
 

@@ -1,27 +1,28 @@
-# ruff: noqa: RUF005 (the compiler's front end knows tuple concatenation, not unpacking)
+# ruff: noqa: RUF005 (the compiler's front end supports tuple concatenation, not unpacking)
 """The selective scan for Hopper in Gluon: the design of triton_kernels.py with every layout chosen by hand.
-16 states at a time: more are as many calls, whose y, dx and ddt add up in float32 (ACC). ZOH: zero-order hold, where the
-step's delta B becomes r B, r = (exp(delta A) - 1) / A a state, made again wherever it is used.
+A call processes 16 states; more take several calls, whose y, dx and ddt accumulate in float32 (ACC). ZOH: zero-order hold,
+where delta B becomes r B with r = (exp(delta A) - 1) / A per state, recomputed wherever it is used.
 
-Same contract and the same saved states as the plain form, so forward and backward of the two can be mixed.
+It has the same contract and saved states as the plain Triton kernels, so forward and backward of the two can be mixed.
 
 A CTA owns BD channels of one segment of one batch row, 64 or 32 (16 for each warp), and walks it in tiles of T steps,
-serially: 32 forward, 16 backward. The states live in registers. Three kinds of layout:
-  lay   [NP, BD], the recurrence. Forward: 8 states x 1 channel a thread, two lanes a channel: y costs one shuffle.
+serially: 32 forward, 16 backward. The states stay in registers. There are three kinds of layout:
+  lay   [NP, BD], the recurrence. Forward: 8 states x 1 channel per thread, two lanes per channel: y takes one shuffle.
         Backward: 4 states x 2 channels, lane bits 0-1 over states and 2-4 over channels: half as many partial sums of
         dB and dC. Its slices read rows of shared memory: B, C as 128-bit broadcasts, (delta, delta x) as pairs.
-  lt    [T, BD], elementwise work and global memory: eight lanes for a step, BD / 8 neighbouring channels each (128 or 64
-        bits). With 8 channels a lane for narrow CTAs too, two steps would meet in the same banks of shared memory.
-  shared memory between the two: the functions below choose bit patterns that keep both sides free of bank conflicts.
-A tile: (1) in lt: softplus, delta x, the gate -> fp32 shared memory; (2) in lay: the steps; (3) in lt: the rest, store.
+  lt    [T, BD], elementwise work and global memory: eight lanes per step, BD / 8 neighbouring channels each (128 or 64
+        bits). With 8 channels per lane in narrow CTAs, two steps would conflict in the same banks of shared memory.
+  shared memory between the two: the functions below choose bit patterns without bank conflicts on either side.
+Stages of a tile: (1) in lt: softplus, delta x, the gate -> fp32 shared memory; (2) in lay: the steps; (3) in lt: the rest,
+store.
 
-The backward takes a chunk of NT = 1 or 2 tiles from its saved state, last tile first. One forward sweep over the chunk
-keeps the state before every group of S = 4 steps in shared memory; then each group, last to first, is run forward
-again with all decays and states in registers, then backward: 1.9 exponentials a state, none in the reverse direction.
+The backward processes a chunk of NT = 1 or 2 tiles from its saved state, last tile first. One forward sweep over the chunk
+stores the state before every group of S = 4 steps in shared memory; then each group, last to first, is run forward
+again with all decays and states in registers, then backward: 1.9 exponentials per state, none in the reverse direction.
 Sums over states end in `quad_sum`: four values over four lanes with three shuffles. dB, dC: summed over a thread's two
-channels, partials to shared memory, summed over the CTA, written (rows, steps, blocks, 2 N), added up by reduce_bc_kernel.
+channels, partials to shared memory, summed over the CTA, written (rows, steps, blocks, 2 N), added by reduce_bc_kernel.
 
-Gluon adds a barrier after every store to a shared buffer that is touched again, also in another row: so values of several
+Gluon adds a barrier after every store to a shared buffer that is accessed again, even in another row, so values of several
 steps are stacked in registers (join, permute, reshape cost nothing) and stored once.
 """
 
@@ -34,15 +35,15 @@ LN2 = gl.constexpr(0.6931471805599453)
 MAGIC = gl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves the rounded integer in the low mantissa bits
 SHRINK, GROW = gl.constexpr(0.999938964), gl.constexpr(1.00006104)  # 1 - 2^-14 and its inverse
 NP = gl.constexpr(16)  # states, padded
-TF = gl.constexpr(32)  # steps of a tile, forward
-TB = gl.constexpr(16)  # steps of a tile, backward
+TF = gl.constexpr(32)  # steps per tile, forward
+TB = gl.constexpr(16)  # steps per tile, backward
 S = gl.constexpr(4)  # steps whose states and decays the backward holds in registers
-NEAR_FINE, NEAR = gl.constexpr(0.75), gl.constexpr(0.375)  # |delta A log2(e)| below which zero-order hold takes a series
-SMALL_Z = gl.constexpr(2.0**-24)  # below it (0 above all) the output tells too little of what was gated
+NEAR_FINE, NEAR = gl.constexpr(0.75), gl.constexpr(0.375)  # |delta A log2(e)| below which zero-order hold uses a series
+SMALL_Z = gl.constexpr(2.0**-24)  # for smaller |z| (above all 0) the value before the gate cannot be recovered from the output
 
 
-# ---- layouts for CTAs of BD channels: made here, as a layout that is an argument would become a string at each launch ----
-# Those of shared memory are lists of bases: bit i of the offset -> coordinates (xor of bases).
+# ---- layouts for CTAs of BD channels: built here, because a layout argument would become a string at each launch ---------
+# Layouts of shared memory are lists of bases: bit i of the offset -> coordinates (xor of bases).
 
 
 @gluon.constexpr_function
@@ -487,7 +488,7 @@ def fwd_kernel(
     if OUT:
         Cr = load_tile(Cp + t * sCl, offC, tb, nb, lo, L, N, EVEN_B)
     for t0 in range(lo, hi, T):
-        if GATE == 1:  # barriers lie between this and the marks at the end of the tile
+        if GATE == 1:  # barriers separate this from the marks at the end of the tile
             im = gl.arange(0, mt, layout=gl.SliceLayout(1, lt)) + t0 // TB
             gl.store(mp + im * gl.num_programs(0), (im * 0).to(gl.int8), mask=im * TB < L)
         xv = unpack(xr, DT, lt)
@@ -504,7 +505,7 @@ def fwd_kernel(
             view(CS, [T, NP], s2).store(Cr.to(gl.float32))
         if HAS_SEQ:
             store_keep(KS, kp, tb, t0, L, s2, lb)
-        tn = gl.where(t0 + T < hi, t0 + T, t0)  # fetched meanwhile
+        tn = gl.where(t0 + T < hi, t0 + T, t0)  # the next tile is prefetched
         t = tn.to(gl.int64)
         xr = load_tile(xp + t * (sxl // W), offx, tw, cw, tn, L, D // W, EVEN)
         dr = load_tile(tp + t * (stl // W), offt, tw, cw, tn, L, D // W, EVEN)
@@ -620,7 +621,7 @@ def carry_kernel(
     sd = gl.zeros([BD], gl.float32, layout=ld)
     lo = seg * LS
     tiles = (gl.maximum(gl.minimum(LS, L - lo), 0) + T - 1) // T
-    if REV:  # nothing asks what leaves the last segment
+    if REV:  # nothing uses the carry out of the last segment
         tiles = gl.where(seg == 0, 0, tiles)
     else:
         tiles = gl.where(seg == SEG - 1, 0, tiles)
@@ -655,7 +656,7 @@ def carry_kernel(
             t0 = gl.maximum(t0 - T, lo)
         else:
             t0 = gl.where(i + 1 < tiles, t0 + T, t0)
-        t = t0.to(gl.int64)  # fetched meanwhile
+        t = t0.to(gl.int64)  # the next tile is prefetched
         xr = load_tile(xp + t * (sxl // W), offx, tw, cw, t0, L, D // W, EVEN)
         dr = load_tile(tp + t * (stl // W), offt, tw, cw, t0, L, D // W, EVEN)
         Br = load_tile(Bp + t * sBl, offB, tb, nb, t0, L, N, EVEN_B)
@@ -827,7 +828,7 @@ def bwd_kernel(
         Dv = gl.load(D_ptr + dv, mask=dv < D, other=0.0)
     if HAS_BIAS:
         bv = gl.load(bias_ptr + dv, mask=dv < D, other=0.0)
-    # without PRE much waits in shared memory: spilled registers would come back from L2, there is no L1 left
+    # without PRE much stays in shared memory: registers would spill to L2, because no L1 is left
     DS = gl.allocate_shared_memory(f32, [BD], s1)
     bS = gl.allocate_shared_memory(f32, [BD], s1)
     if not PRE:
@@ -865,12 +866,12 @@ def bwd_kernel(
     KS = BS
     if HAS_SEQ:
         KS = gl.allocate_shared_memory(f32, [T, NP], s1)
-    # delta of a chunk's first tile, from the sweep; with documents there is no room if three CTAs are to fit on an SM
+    # delta of a chunk's first tile, from the sweep; with documents three CTAs per SM leave no room for it
     REUSE: gl.constexpr = NT == 2 and not HAS_SEQ
     if REUSE:
         tS = gl.allocate_shared_memory(f32, [T, BD], sw)
-    # the state before each group; once the group is done: rows 0-7 the sums over n of g B and of a g h_{t-1} A (ZOH: g r B
-    # and that plus g B x exp(u)), a pair a step, rows 8-11 C . h where it is asked for
+    # the state before each group; after the group: rows 0-7 hold the sums over n of g B and of a g h_{t-1} A (ZOH: g r B
+    # and that plus g B x exp(u)), one pair per step, rows 8-11 hold C . h if it is needed
     hS = gl.allocate_shared_memory(f32, [NT * G, NP, BD], state_shared(BD))
     rS = view(hS, [NT * G, NP, BD], sy)
     p0 = gl.allocate_shared_memory(f32, [4, P, NP], s3)  # partial dB, dC of two steps
@@ -892,7 +893,7 @@ def bwd_kernel(
     h = gl.zeros([NP, BD], f32, layout=lay)
     if PRE:
         t0 = first + gl.maximum(tiles - NT, 0) * T
-        if EVEN_L:  # unmasked: stay inside where the range is empty
+        if EVEN_L:  # unmasked, so the address must be valid even if the range is empty
             t0 = gl.minimum(t0, L - T)
         xr, dr, gr, zr, yr, Br, Cr = load_all(xp, tp, gp, zp, yp, Bp, Cp, tw, cw, tb,
             nb, t0, L, D, N, W, sxl, stl, sgl, szl, sBl, sCl, HAS_Z, DZ, EVEN, EVEN_B, PRE)  # fmt: skip
@@ -932,14 +933,14 @@ def bwd_kernel(
         if not PRE:
             xr, dr, gr, zr, yr, Br, Cr = load_all(xp, tp, gp, zp, yp, Bp, Cp, tw, cw,
                 tb, nb, t0, L, D, N, W, sxl, stl, sgl, szl, sBl, sCl, HAS_Z, DZ, EVEN, EVEN_B, PRE)  # fmt: skip
-            if k % NT == 0 and k > 0:  # the next chunk, into L2: a warp each for x, dt, dy and z
+            if k % NT == 0 and k > 0:  # prefetch the next chunk into L2: one warp each for x, dt, dy and z
                 i = gl.arange(0, 4 * 32, layout=lq)
                 w = i // 32
                 c = (t0 - K).to(gl.int64) + i % K
                 q = gl.where(w < 2, gl.where(w == 0, xp, tp), gl.where(w == 2, gp, zp))
                 c = c * gl.where(w < 2, gl.where(w == 0, sxl, stl), gl.where(w == 2, sgl, szl)) + pid_d * BD
                 prefetch(q + c // W)
-        if k % NT == 0 and k > 0:  # and its saved state, and y
+        if k % NT == 0 and k > 0:  # also prefetch its saved state and y
             i = gl.arange(0, 4 * 32, layout=lq)
             w = i // 32
             i = i % 32
@@ -963,7 +964,7 @@ def bwd_kernel(
                     dz *= rcp(zf) + (1.0 - sg)
                 else:
                     dz *= sg + sl * (1.0 - sg)
-                if PRE:  # ask here, not first before the steps: there the answer would wait for the next tile's loads too
+                if PRE:  # load here: just before the steps this would also wait for the next tile's loads
                     if mark == 0:
                         store_rows(dz_ptr + ob, D, again(tv, PRE) + t0, dv, dz, L, D, EVEN)
                 else:
@@ -992,7 +993,7 @@ def bwd_kernel(
                 hS.index(base + g).store(h)
                 h = steps(h, A, rA, dS, BS, KS, g, HAS_SEQ, ZOH, FINE, ld, ln)
             hS.index(base + G - 1).store(h)
-        if PRE:  # what the next stage starts with: the tile before this one, or the first of the chunk before
+        if PRE:  # inputs of the next stage: the tile before this one, or the first tile of the previous chunk
             tn = gl.maximum(gl.where(k % NT > 0, t0 - T, t0 - K), first)
             xr, dr, gr, zr, yr, Br, Cr = load_all(xp, tp, gp, zp, yp, Bp, Cp, tw, cw,
                 tb, nb, tn, L, D, N, W, sxl, stl, sgl, szl, sBl, sCl, HAS_Z, DZ, EVEN, EVEN_B, PRE)  # fmt: skip
@@ -1012,7 +1013,7 @@ def bwd_kernel(
                 if HAS_SEQ:
                     a = a * KS.index(u).load(ln)[:, None]
                 h = a * h + enters(e, A, rA, du, uu, Bu, ZOH, FINE)
-                al = al + (e if ZOH else a,)  # a border changes nothing of the exponential in r
+                al = al + (e if ZOH else a,)  # a document border does not change the exponential in r
                 hl = hl + (h,)
                 dl = dl + (du,)
                 ul = ul + (uu,)
@@ -1060,7 +1061,7 @@ def bwd_kernel(
             if EVEN_B:
                 gl.store(pp + (b * 0 + tp1 + 2) * ND * N, v1)
                 gl.store(pp + (b * 0 + tp1) * ND * N, v0)
-            else:  # not past the range: what lies there may be an output
+            else:  # not past the range, where an output may be stored
                 pm = (rn < N)[None, :] & (t0 + g * S + rs // 2 < L)[:, None]
                 pn = (rn < N)[None, :] & (t0 + g * S + 2 + rs // 2 < L)[:, None]
                 gl.store(pp + (b * 0 + tp1 + 2) * ND * N, v1, mask=pn)

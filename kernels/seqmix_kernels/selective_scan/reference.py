@@ -1,13 +1,13 @@
-"""The selective scan as its equation says it: one step after the other, in plain torch, with autograd for free.
+"""The selective scan as its equation states it: one step after the other, in plain torch; autograd computes the gradients.
 
     Δ_t = softplus(dt_t + dt_bias)
     h_t = exp(Δ_t A) h_{t-1} + B̄_t x_t        B̄_t = Δ_t B_t  (euler)   or   (exp(Δ_t A) - 1)/A · B_t  (zoh)
     y_t = (C_t · h_t + D x_t) · silu(z_t)
 
-Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", 2023, §3.2 and algorithm 2. This is the
-oracle every faster form is tested against. Depth L, work O(B L D N), and autograd keeps several (B, L, D, N) tensors.
+Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", 2023, §3.2 and algorithm 2. Every
+faster form is tested against it. Depth L, work O(B L D N), and autograd saves several (B, L, D, N) tensors.
 
-Inside a form the channels are split into their groups: D = G · P, and (B, L, D, N) is written (B, L, G, P, N).
+The implementations split the channels into groups: D = G · P, and (B, L, D, N) is written (B, L, G, P, N).
 """
 
 import torch
@@ -16,8 +16,8 @@ from torch import Tensor
 
 
 def phi(u: Tensor) -> Tensor:
-    """(exp(u) - 1) / u, which is 1 at u = 0; its gradient is exact there too."""
-    small = u.abs() < 0.1  # ten terms reach 1e-18 relative: below float64's own rounding
+    """(exp(u) - 1) / u, which is 1 at u = 0; its gradient is exact there, too."""
+    small = u.abs() < 0.1  # ten terms have a relative error of 1e-18, below float64's rounding
     near = torch.where(small, u, 0.0)
     series = torch.ones_like(u)
     for k in range(12, 1, -1):  # 1 + u/2 (1 + u/3 (1 + u/4 ...
@@ -54,7 +54,7 @@ def discretise(x, dt, A, B, dt_bias, dt_softplus: bool, discretization: str, seq
 
 
 def read_out(h: Tensor, x: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
-    """y (B, L, D) from all the states h (B, L, G, P, N): C·h, the skip D x, the gate; in x's dtype."""
+    """y (B, L, D) from all states h (B, L, G, P, N): C·h plus the skip D x, gated; in x's dtype."""
     y = (h * C.to(h.dtype).unsqueeze(3)).sum(-1).flatten(2)
     if D is not None:
         y = y + D * x

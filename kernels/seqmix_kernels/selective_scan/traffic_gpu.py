@@ -1,11 +1,11 @@
-"""Bytes that go to and from the GPU's memory (DRAM), by its own counters: what fusing saves, and how it grows with N and L.
+"""Measures bytes to and from the GPU's memory (DRAM) by hardware counters: what fusing saves, and how it grows with N and L.
 
     python -m seqmix_kernels.selective_scan.traffic_gpu
 
 Runs Nsight Compute's `ncu`, which must be on the PATH and allowed to read counters, over one forward and one forward +
-backward a case, B1 D1536 bfloat16 with D, z and dt_bias. ncu empties the caches before every kernel, so what one kernel
-leaves in L2 for the next is read from memory again: an upper bound, the same for all. One JSON line a case, then a table.
-Floor: every input and output that the method must touch, once.
+backward per case, B1 D1536 bfloat16 with D, z and dt_bias. ncu empties the caches before every kernel, so what one kernel
+leaves in L2 for the next is read from memory again: the counts are upper bounds, the same for all. It prints one JSON line per
+case, then a table. Floor: each input and output that the method must access, once.
 """
 
 import csv
@@ -22,9 +22,9 @@ from .bench_gpu import gradients, inputs
 from .op import selective_scan
 
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
-BETWEEN = "spin_kernel"  # torch.cuda._sleep's: set between the cases, to tell them apart in ncu's list
+BETWEEN = "spin_kernel"  # the kernel of torch.cuda._sleep, launched between the cases to separate them in ncu's list
 WIDTH = 1536
-# implementation, L, N: the fused kernel against N and L, the forms in torch beside it
+# implementation, L, N: the fused kernel against N and L, and the implementations in torch
 CASES = (
     ("fused", 4096, 4), ("fused", 4096, 16), ("fused", 4096, 64), ("fused", 4096, 256),
     ("fused", 1024, 16), ("fused", 16384, 16),
@@ -34,7 +34,7 @@ RUNS = tuple(itertools.product(CASES, (False, True)))
 
 
 def child() -> None:
-    """Every run between the profiler's start and stop, after one that compiles."""
+    """Runs each case between the profiler's start and stop, after one that compiles."""
     for (impl, length, n), both in RUNS:
         args = inputs(1, length, WIDTH, n, without=("initial_state",))
         dy, dfinal = torch.randn_like(args[0]), torch.zeros(1, *args[2].shape, device="cuda")
@@ -55,7 +55,7 @@ def child() -> None:
 
 
 def counted() -> list[dict]:
-    """Kernels, bytes read and bytes written of each run. RuntimeError with ncu's last words if it could not count."""
+    """Kernels, bytes read and bytes written of each run. Raises RuntimeError with ncu's last output if it could not count."""
     command = ["ncu", "--profile-from-start", "off", "--clock-control", "none", "--csv", "--print-units", "base"]
     command += ["--metrics", ",".join(METRICS), sys.executable, "-m", "seqmix_kernels.selective_scan.traffic_gpu", "child"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -67,7 +67,7 @@ def counted() -> list[dict]:
 
 
 def split(rows) -> list[dict]:
-    """ncu's rows, one a kernel and metric, as sums a run."""
+    """Sums ncu's rows, one per kernel and metric, for each run."""
     found: list[dict] = []
     names = dict(zip(METRICS, ("read_bytes", "written_bytes"), strict=True))
     last = None

@@ -1,15 +1,15 @@
-# ruff: noqa: RUF005 (the compiler's front end knows tuple concatenation, not unpacking)
+# ruff: noqa: RUF005 (the compiler's front end supports tuple concatenation, not unpacking)
 """The selective scan in plain Triton: any N up to 256, any length, strides, options. Triton's interpreter can run it.
 
     delta_t = softplus(dt_t + dt_bias)                      (or dt_t + dt_bias)
     h_t = a_t h_{t-1} + w_t x_t,  a_t = exp(delta_t A)      w_t = delta_t B_t (euler) or expm1(delta_t A) / A B_t (zoh)
     y_t = (C_t . h_t + D x_t) silu(z_t)                     Gu and Dao 2023, section 3
 
-A program owns BD channels of one group of one batch row and walks L serially; the states are a [NP, BD] tile. No offset
-into such a tile is known to be contiguous (every stride is unspecialised), so Triton lays it out with one or a few lanes
-a channel and the states in registers: the sum over states then needs few shuffles.
-Only the state before every K-th step leaves the kernel. The backward walks the chunks last to first: it runs a chunk
-forward, keeping the state before every S-th step in scratch, and then each group of S steps forward and backward in
+A program owns BD channels of one group of one batch row and walks L serially; the states are a [NP, BD] tile. Triton
+does not know that any offset into such a tile is contiguous (every stride is unspecialised), so it uses one or a few lanes
+per channel and keeps the states in registers: the sum over states then needs few shuffles.
+The kernel writes only the state before every K-th step. The backward processes the chunks last to first: it runs a chunk
+forward, storing the state before every S-th step in scratch, and then each group of S steps forward and backward in
 registers.
 
 Saved states (rows, chunks, ...): float32 [D, N], or for 16-bit inputs block floating point, int16: [D, N] with 15 bits
@@ -29,7 +29,7 @@ _ints = ["one", "L", "T0", "T1", "PL", "D", "DG", "NB", "sxb", "sxl", "sxd", "st
 
 @triton.jit
 def sigmoid(x):
-    e = tl.exp2(-tl.abs(x) * LOG2E)  # in (0, 1]: no overflow on either side
+    e = tl.exp2(-tl.abs(x) * LOG2E)  # in (0, 1]: no overflow for either sign
     return tl.where(x >= 0, 1.0, e) / (1.0 + e)
 
 
@@ -66,7 +66,7 @@ def save_state(ptr, h, n, d, N: tl.constexpr, D, one, mask, dm, BFP: tl.constexp
     if BFP:
         m = tl.max(h.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0) >> 23  # exponent of the largest; 255: not finite
         e = tl.maximum(m, 14)
-        # 2^(141 - e), a little less: |h| scale < 32767
+        # slightly less than 2^(141 - e), so that |h| scale < 32767
         scale = ((268 - tl.minimum(e, 254)) << 23).to(tl.float32, bitcast=True) * SHRINK
         q = (h * scale[None, :] + MAGIC).to(tl.int32, bitcast=True).to(tl.int16)
         tl.store(p, q, mask=mask)
@@ -129,7 +129,7 @@ def fwd_kernel(
         Bs = ()
         Cs = ()
         rs = ()
-        for k in tl.static_range(S):  # all loads of a group first: no step waits for memory
+        for k in tl.static_range(S):  # all loads of a group first, so that no step waits for memory
             t = b * 0 + t0 + k
             tm = t < L
             xs = xs + (tl.load(xp + t * sxl, mask=dm & tm, other=0.0).to(tl.float32),)
@@ -248,7 +248,7 @@ def bwd_kernel(
                     h = a * h + Bt[:, None] * gq * (delta * x)[None, :]
                 else:
                     h = a * h + Bt[:, None] * (delta * x)[None, :]
-        tl.debug_barrier()  # the scratch is read back below, by whatever thread the compiler likes
+        tl.debug_barrier()  # other threads may read the scratch below
         for jj in range(0, K // S):
             j = K // S - 1 - jj
             h = tl.load(kp + j * (NP * BD))
@@ -343,7 +343,7 @@ def reduce_bc_kernel(
     """dB, dC (rows, L, C, N, the last but one stride sn) at steps P0 to P0 + PL of each of the SEG segments of LS steps,
     from partials (rows, SEG, PL, C, NB, N) with strides spb, sps for the first two and sk for the last but one, always in
     the same order. R0: how many (row, segment, step, C) there are."""
-    r = tl.program_id(0) * R + tl.arange(0, R)  # 32 bits: it is divided
+    r = tl.program_id(0) * R + tl.arange(0, R)  # 32 bits, because it is divided below
     c = tl.arange(0, NP)
     k = tl.arange(0, KB)
     row = r // (PL * C)
@@ -392,7 +392,7 @@ def combine_kernel(
     for i0 in range(0, SEG, 8):
         ends = ()
         sums = ()
-        for k in tl.static_range(8):  # loads first: no segment waits for memory
+        for k in tl.static_range(8):  # loads first, so that no segment waits for memory
             s = b * SEG + (SEG - 1 - i0 - k if REV else i0 + k)
             ok = i0 + k < SEG
             a = tl.load(sum_ptr + s * D + d, mask=m & ok, other=0.0)

@@ -1,10 +1,10 @@
-"""Times the gate of SwiGLU beside plain torch, by CUDA graphs; one JSON line per shape and implementation.
+"""Times the gate of SwiGLU, and plain torch, by CUDA graphs; one JSON line per shape and implementation.
 
     python -m seqmix_kernels.swiglu.bench [--shapes 16384x4096,...] [--dtype bfloat16] [--count 20]
 
-A shape is that of h, rows x 2H. torch: silu and product in h's dtype. *_of_copy: the share of the time that a copy of the same
-bytes takes: h and the result forward; h and both gradients backward. It can exceed 1 where these fit into the second-level
-cache.
+A shape is that of h, rows x 2H. torch: silu and product in h's dtype. *_of_copy: the time of a copy of the same bytes over the
+measured time. The bytes are h and the result in the forward, h and both gradients in the backward. It can exceed 1 where these
+fit into the L2 cache.
 """
 
 import argparse

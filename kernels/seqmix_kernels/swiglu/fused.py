@@ -1,4 +1,5 @@
-"""The gate of SwiGLU in plain Triton; op.py has the equations. A program makes one tile of the result, or of both gradients."""
+"""The gate of SwiGLU in plain Triton; op.py has the equations. A program computes one tile of the result, or of both
+gradients."""
 
 import triton
 import triton.language as tl
@@ -8,7 +9,7 @@ from .. import fused_rowwise as rowwise
 from ..fused_rowwise import start
 from ..launch import launch
 
-COLUMNS = 128  # of a tile: H is seldom a power of 2, and what a tile has beyond H is idle
+COLUMNS = 128  # per tile: H is seldom a power of 2, and the part of a tile beyond H is idle
 
 
 @triton.jit
