@@ -5,11 +5,15 @@ BIN  := $(VENV)/bin
 CONSTRAINTS ?= $(if $(wildcard /proc/driver/nvidia/version),,-c constraints/cpu.txt)
 ARGS ?= model=mamba task=selective_copy
 
-.PHONY: train test
+TESTS = $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
+
+.PHONY: train test test-all
 train: $(VENV)/.ok
 	$(BIN)/python train.py $(ARGS)
-test: $(VENV)/.ok
-	$(BIN)/python -m pytest
+test: $(VENV)/.ok  # a third of the cases of what takes long
+	$(TESTS) -m "not slow"
+test-all: $(VENV)/.ok
+	$(TESTS)
 $(VENV)/.ok: pyproject.toml constraints/cpu.txt
 	$(PY) -m venv $(VENV)
 	$(BIN)/python -m pip install -q $(CONSTRAINTS) -e '.[dev]'

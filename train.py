@@ -56,40 +56,40 @@ from seqmix.tasks.base import Task
 from seqmix.tracking import closing, source_facts, source_state
 
 CONF = Path(__file__).parent / "conf"
-REFUSED = (ValueError, OSError, ImportError)  # before training: wrong settings, data, disk or network, said in one line
-data: Task | None = None  # of a single run, which is read before there is a folder for it
+REFUSED = (ValueError, OSError, ImportError)  # before training: settings, data, disk or network; reported in one line
+data: Task | None = None  # the task of a single run, whose data are read before its folder is made
 log = logging.getLogger("seqmix")
-for package in ("lightning.pytorch", "lightning.fabric"):  # their remarks on what the config says anyway
+for package in ("lightning.pytorch", "lightning.fabric"):  # they repeat what the config says
     logging.getLogger(package).setLevel(logging.WARNING)
-# Lightning 2.6.6 under torch 2.13: a name of torch's that is going away
+# Lightning 2.6.6 uses a name that torch 2.13 deprecates
 warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated", category=FutureWarning)
-# what is logged has been summed over the ranks already (metrics.py)
+# metrics.py has already summed over the ranks what is logged
 warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True")
-# torch 2.13's FSDP says so of any view that a module hands out; nothing here changes one in place
+# FSDP of torch 2.13 warns about every view that a module returns; no such view is changed in place here
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
-# our settings for submitit keep its own names, so that Hydra checks them against its schema and says so
+# our submitit configs have the names of submitit's schemas, so that Hydra checks them against these; it warns that it does
 warnings.filterwarnings("ignore", message=r"\s*'hydra/launcher/submitit_", category=UserWarning)
 register_resolvers()
-gc.freeze()  # what is imported stays: no collection looks at it again, and the last one, at exit, takes no second
+gc.freeze()  # excludes imported modules from garbage collection, which saves a second at exit
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> float:
-    """One job; returns what a search minimises. An error goes to its own train.log and summary.json."""
-    display.guard_standard_streams()  # submitit begins here
+    """Run one job; returns what a search minimises. An error is recorded in the job's train.log and summary.json."""
+    display.guard_standard_streams()  # also here, because submitit's jobs enter here
     multirun = HydraConfig.get().mode == RunMode.MULTIRUN
     folder = Path(HydraConfig.get().runtime.output_dir)
-    if multirun:  # in one process, or in submitit's
+    if multirun:  # the jobs run in this process, or in submitit's processes
         claim(folder, cfg)
     try:
         done, own = take_up(folder) if multirun or in_a_sweep() else (None, None)
         return objective(done or train(cfg, folder, own))
     except Exception as error:
-        refused = not read_summary(folder)  # or its data was not there
+        refused = not read_summary(folder)  # train() ended before training: a wrong config, or data that cannot be read
         if refused and isinstance(error, REFUSED):
             log.error("%s: %s", type(error).__name__, error)
         else:
-            log.exception("the run has failed")
+            log.exception("the run failed")
         if refused:
             write({"status": status_of(error), "error": f"{type(error).__name__}: {error}", "folder": str(folder)}, folder, [])
         if not multirun:
@@ -98,9 +98,9 @@ def main(cfg: DictConfig) -> float:
 
 
 def train(cfg: DictConfig, folder: Path, own: Path | None = None) -> dict:
-    """One run in `folder`; returns what it wrote to summary.json. Errors are recorded there too, then raised.
+    """Train and test in `folder`; returns what it wrote to summary.json. An error is recorded there, too, and raised.
 
-    own: its last checkpoint from an earlier time. It resumes from there, wherever it began.
+    own: the last checkpoint that an earlier process of this run saved. The run resumes from it, whatever `ckpt` names.
     """
     OmegaConf.resolve(cfg)
     check(cfg, own)
@@ -108,11 +108,11 @@ def train(cfg: DictConfig, folder: Path, own: Path | None = None) -> dict:
     torch.set_float32_matmul_precision(cfg.matmul_precision)
     L.seed_everything(cfg.seed, workers=True, verbose=False)
 
-    task = read(cfg) if data is None else data  # now, while errors in the data itself (too short, no network) cost nothing
+    task = read(cfg) if data is None else data  # before all else: the data may be bad (too short, no network)
     started = time.monotonic()
     module = build_module(cfg, task)
     if cfg.compile:
-        for block in module.model.blocks:  # blocks that are alike are compiled once
+        for block in module.model.blocks:  # identical blocks are compiled once
             block.compile()
     callbacks = [build(node) for node in (cfg.get("callbacks") or {}).values() if node]
     loggers = build_loggers(cfg)
@@ -138,8 +138,8 @@ def train(cfg: DictConfig, folder: Path, own: Path | None = None) -> dict:
                 logger.log_hyperparams(OmegaConf.to_container(cfg) | facts)
             trainer.fit(module, datamodule=task, ckpt_path=checkpoint, weights_only=True)
             if checkpoint and (module.step is None or module.step.taken == module.step.first):
-                log.warning("no step was left to take: ckpt=%s has used up trainer.max_steps or trainer.max_time", checkpoint)
-            if trainer.num_val_batches == [] and trainer.limit_val_batches != 0:  # it went on from its very end
+                log.warning("no training step was run: ckpt=%s already is at trainer.max_steps or trainer.max_time", checkpoint)
+            if trainer.num_val_batches == [] and trainer.limit_val_batches != 0:  # resumed after its last step
                 trainer.validate(module, datamodule=task, verbose=False)
             summary |= numbers(trainer, "train/", "val/")
             if cfg.test:
@@ -171,7 +171,7 @@ def train(cfg: DictConfig, folder: Path, own: Path | None = None) -> dict:
 
 
 def read(cfg: DictConfig) -> Task:
-    """The task of a config, with its data."""
+    """Build the task of a config and read its data."""
     task = build(cfg.task)
     task.prepare_data()
     task.setup("fit")
@@ -179,15 +179,15 @@ def read(cfg: DictConfig) -> Task:
 
 
 def leave_group() -> None:
-    """Ends what ranks speak through while there is an interpreter: gloo's threads, ended later, abort one run in ten at its
-    very end. Lightning does so for NCCL alone."""
-    gc.collect()  # DDP's wrapper holds the group, too
+    """Destroy the process group before the interpreter shuts down: otherwise gloo's threads abort one run in ten at exit.
+    Lightning does this for NCCL only."""
+    gc.collect()  # DDP's wrapper refers to the group, too
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 def chosen(trainer: L.Trainer) -> str | None:
-    """The checkpoint with the best validation loss; None, and a word about it, where no validation has picked one."""
+    """The checkpoint with the best validation score; None, with a warning, if no validation has picked one."""
     best = best_checkpoint(trainer)
     if best is None:
         log.warning("no validation has picked a best checkpoint: the test runs on the last weights")
@@ -203,7 +203,8 @@ def status_of(error: BaseException) -> str:
 
 
 def unmasked(error: BaseException, trainer: L.Trainer) -> BaseException:
-    """The error itself; Lightning makes Ctrl-C an exit code 1 and ignores the next one, and SIGTERM no code at all."""
+    """The error before Lightning changed it: it turns Ctrl-C into exit code 1 and ignores the next Ctrl-C, and it gives
+    SIGTERM no exit code."""
     if isinstance(error, SIGTERMException):
         return SystemExit(128 + signal.SIGTERM)
     if isinstance(error, SystemExit) and trainer.state.status == TrainerStatus.INTERRUPTED:
@@ -217,8 +218,8 @@ def numbers(trainer: L.Trainer, *prefixes: str) -> dict[str, float]:
 
 
 def write(summary: dict, folder: Path, loggers: list) -> None:
-    """summary.json, and the same numbers to the loggers that keep a summary."""
-    plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in summary.items()}  # JSON's null
+    """Write summary.json, and send the same numbers to the loggers that keep a summary."""
+    plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in summary.items()}  # JSON has no NaN
     (folder / "summary.json").write_text(json.dumps(plain, indent=2, allow_nan=False) + "\n")
     for logger in loggers:
         if hasattr(logger, "log_summary"):
@@ -249,7 +250,7 @@ def print_table(summary: dict, cfg: DictConfig) -> None:
 
 if __name__ == "__main__":
     display.guard_standard_streams()
-    composed = None if in_a_sweep() else check_command_line(sys.argv[1:], CONF)  # the sweep's own has been checked
+    composed = None if in_a_sweep() else check_command_line(sys.argv[1:], CONF)  # the sweep has checked it
     if composed is not None:
         try:
             data = read(composed)
@@ -257,6 +258,6 @@ if __name__ == "__main__":
             print(f"error: {error}", file=sys.stderr)
             raise SystemExit(2) from None
     if composed is not None and composed.show == "batch":
-        print(data.render(data.sample("train", torch.arange(data.batch_size))))  # as the model will see it
+        print(data.render(data.sample("train", torch.arange(data.batch_size))))  # as the model sees it
     else:
         main()

@@ -105,7 +105,7 @@ def make_run(
         with (folder / "metrics.csv").open("a") as file:
             file.write("0,39")
         if status == "killed":  # in a sweep, by the launcher
-            told = {"status": status, "folder": str(folder), "error": "SIGKILL: by hand, or by the system for want of memory"}
+            told = {"status": status, "folder": str(folder), "error": "SIGKILL: by hand, or by the system when memory ran out"}
             (folder / "summary.json").write_text(json.dumps(told | {"job": {"attempts": 1, "exit_code": -9}}))
         return folder
 

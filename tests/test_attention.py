@@ -472,7 +472,7 @@ def test_d03_d05_d06_generation(option):
     draws = [net.generate(prompt, 9, top_k=10 * V, generator=torch.Generator().manual_seed(s)) for s in (0, 0, 1)]
     assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
     assert net.generate(prompt[:, :1], 1).shape == (2, 2) and torch.equal(net.generate(prompt, 0), prompt)
-    with pytest.raises(ValueError, match=r"at least one token a row, got shape \(2, 0\)"):
+    with pytest.raises(ValueError, match=r"at least one token per row, got shape \(2, 0\)"):
         net.generate(prompt[:, :0], 1)
     assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
 
@@ -502,6 +502,7 @@ def test_b04_a_run_that_cannot_have_its_kernel_is_refused_in_one_line(tmp_path):
         runs.start(tmp_path / "run", "model=transformer", "task=selective_copy", *runs.SELECTIVE_COPY, "model.attn_impl=fa4")
 
 
+@pytest.mark.slow
 def test_a_job_of_a_sweep_that_cannot_have_its_kernel_fails_before_its_first_batch(tmp_path):
     kernels = "model.attn_impl=fa4,math"
     done = runs.command(tmp_path, "logger=csv", *runs.SELECTIVE_COPY, "model=transformer", kernels, multirun=True)

@@ -242,6 +242,54 @@ def make_trainer(tmp_path: Path, *extra: L.Callback, **settings) -> L.Trainer:
     return L.Trainer(**(defaults | settings))
 
 
+# Solved
+
+
+def solving(tmp_path, scores, *extra, solved=None, ckpt=None, **settings):
+    """A run with a validation every second step that scores `scores`, one after another."""
+    solved = solved or callbacks.Solved("val/loss", (0.99, 0.5), patience=2)
+    settings = {"max_steps": 2 * len(scores), "limit_val_batches": 1, "val_check_interval": 2} | settings
+    trainer = make_trainer(tmp_path, solved, *extra, check_val_every_n_epoch=None, **settings)
+    module = TinyModule(val_losses=scores)
+    trainer.fit(module, datamodule=TinyTask(), ckpt_path=ckpt, weights_only=True)
+    return trainer, module, solved
+
+
+def test_a_run_that_has_solved_its_task_ends_and_says_how_many_steps_each_threshold_took(tmp_path, caplog):
+    caplog.set_level("INFO", "seqmix.callbacks.solved")
+    trainer, module, solved = solving(tmp_path, (0.2, 0.995, 0.6, 0.99, 1.0, 1.0, 1.0))
+    assert trainer.global_step == 10 and module.validations == 5, "the third 0.6 starts the count anew"
+    assert solved.summary() == {"steps_to/0.5": 4, "steps_to/0.99": 4}
+    assert "val/loss has been at least 0.99 in 2 validations in a row: the run ends after 10 steps" in caplog.text
+
+
+def test_without_patience_steps_are_counted_and_no_run_is_ended(tmp_path):
+    trainer, _, solved = solving(tmp_path, (0.6, 1.0, 1.0, math.nan), solved=callbacks.Solved("val/loss", (0.5, 0.7, 1.0)))
+    assert trainer.global_step == 8 and solved.summary() == {"steps_to/0.5": 2, "steps_to/0.7": 4, "steps_to/1": 4}
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint:UserWarning")  # the rows do not matter here
+def test_what_a_run_has_reached_is_kept_where_it_is_resumed_and_measures_the_same(tmp_path, caplog):
+    scores, last = (0.6, 1.0, 1.0, 1.0), callbacks.LastCheckpoint(tmp_path, every_n_steps=None, every_minutes=None)
+    whole, _, solved = solving(tmp_path, scores)
+    solving(tmp_path, scores[:3], last, max_steps=5)
+    resumed, _, again = solving(tmp_path, scores[2:], max_steps=8, ckpt=tmp_path / "last.ckpt")
+    assert resumed.global_step == whole.global_step == 6 and again.summary() == solved.summary()
+    other = callbacks.Solved("measured/val/token_accuracy", (0.99, 0.5))
+    assert solving(tmp_path, scores[2:], solved=other, max_steps=8, ckpt=tmp_path / "last.ckpt")[2].summary() != again.summary()
+    assert "this run counts anew" in caplog.text
+
+
+def test_settings_of_solved_that_cannot_be_are_refused(tmp_path):
+    for bad in ((), (0.0,), (1.5,)):
+        with pytest.raises(ValueError, match=r"thresholds must be accuracies above 0 and at most 1, got \["):
+            callbacks.Solved(thresholds=bad)
+    with pytest.raises(ValueError, match="patience must be at least 1 validation, or null, got 0"):
+        callbacks.Solved(patience=0)
+    with pytest.raises(ValueError, match="monitor='val/acuracy' is not logged by validation"):
+        solving(tmp_path, (0.5,), solved=callbacks.Solved("val/acuracy"))
+
+
 # Throughput
 
 
@@ -540,7 +588,7 @@ def test_an_error_leaves_the_last_checkpoint_that_something_can_go_on_from(tmp_p
     with pytest.raises(RuntimeError, match="out of luck"):
         make_trainer(tmp_path, last).fit(Breaks(), datamodule=TinyTask())
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 3
-    assert "last.ckpt stays that of step 3" in caplog.text
+    assert "last.ckpt is still that of step 3" in caplog.text
 
 
 @pytest.mark.parametrize(("signum", "becomes"), [(signal.SIGINT, SystemExit), (signal.SIGTERM, SIGTERMException)])

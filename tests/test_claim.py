@@ -193,6 +193,7 @@ def test_a_place_that_cannot_be_written_to_is_one_line(tmp_path, multirun):
         refused(command(tmp_path, "logger=csv", *SELECTIVE_COPY, multirun=multirun), "Permission denied")
 
 
+@pytest.mark.slow
 def test_jobs_of_a_sweep_do_not_share_a_folder(tmp_path):
     line = ("logger=csv", *SELECTIVE_COPY, "model=lstm,rnn", "hydra.sweep.dir=s", "hydra.sweep.subdir=same")
     done = command(tmp_path, *line, multirun=True)

@@ -117,6 +117,7 @@ def test_in_a_terminal_the_bar_is_drawn_and_the_guarded_stream_is_a_terminal(tmp
     os.close(ours)
 
 
+@pytest.mark.slow
 def test_sweep_and_report_survive_what_a_terminal_cannot_show(tmp_path):
     where = "hydra.sweep.dir='s[/x]'"
     done = shell(tmp_path, "2> /dev/full", "-m", *RUN, "seed=0,1", where)

@@ -85,6 +85,7 @@ def test_data_that_cannot_be_read_are_one_line_before_there_is_a_folder(tmp_path
         assert not (tmp_path / "outputs").exists()
 
 
+@pytest.mark.slow
 def test_data_that_cannot_be_read_are_one_line_in_the_log_of_a_job(tmp_path):
     (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(os.urandom(5000))[:-100])
     done = command(tmp_path, "task=lm", "task.source=cut.txt.gz", "logger=csv", "seed=0,1", multirun=True, env=WIDE)
@@ -168,7 +169,7 @@ def test_an_interrupt_saves_and_stops_the_sweep(tmp_path, sent, code):
     assert returned in (code, -sent), (tmp_path / "log").read_text()[-2000:]
     folder, summary = only(tmp_path / "outputs")
     assert summary["status"] == "interrupted" and summary["job"]["sweep"] == folder.parent.name
-    assert "1 jobs not started" in (tmp_path / "log").read_text()
+    assert "1 jobs were not started" in (tmp_path / "log").read_text()
     saved = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
     assert saved["global_step"] == summary["steps"] > 0
 
@@ -200,6 +201,7 @@ def test_a_sweep_keeps_its_runs_apart_and_lists_its_failures(tmp_path):
         assert summary["error"] in table
 
 
+@pytest.mark.slow
 @needs_wandb
 def test_the_basic_launcher_keeps_its_runs_apart_too(tmp_path):
     """All in one process: failures are recorded, listed and left behind; the same command skips what is complete."""

@@ -42,6 +42,7 @@ def test_a_setting_that_nobody_has_thought_of_matters_for_every_question(key):
         ("task.eval_batch_size=9", "job"),
         ("callbacks.nonfinite.patience=2", "job"),
         ("callbacks.checkpoint.mode=max", "job cell"),
+        ("callbacks.solved.patience=3", "job cell"),
         ("ckpt=x.ckpt", "job"),
         ("logger.wandb.group=x", ""),
     ],
@@ -50,6 +51,13 @@ def test_runs_that_differ_in_a_key_are_the_same_for_some_questions(override, que
     key = override.split("=")[0]
     assert {question for question in QUESTIONS if key in changed(of(), of(override), question)} == {*questions.split()}
     assert (cell_config(of()) == cell_config(of(override))) == ("cell" not in questions)
+
+
+def test_thresholds_matter_for_a_cell_where_they_may_end_a_run():
+    thresholds = "callbacks.solved.thresholds=[0.9]"
+    assert cell_config(of()) == cell_config(of(thresholds)) == cell_config(of("~callbacks.solved"))
+    ends = "callbacks.solved.patience=3"
+    assert cell_config(of(ends)) != cell_config(of(ends, thresholds))
 
 
 def test_a_key_that_one_config_lacks_is_a_difference():

@@ -188,7 +188,7 @@ def test_a_glob_joins_sorted_files_and_paths_are_relative_to_here(tmp_path, monk
     assert task.facts()["sha256"] == hashlib.sha256(b"first" * 20 + b"\n" + b"second" * 20).hexdigest()
     for source, words in [
         ("deep", "is a folder"),
-        ("absent.txt", f"absent.txt' is no file in {tmp_path}"),
+        ("absent.txt", f"absent.txt' is not a file in {tmp_path}"),
         ("hf:nothing", "wikitext-103"),
         ("hf:fineweb-edu", "max_bytes="),
     ]:

@@ -306,7 +306,7 @@ def test_generation_at_its_edges():
     assert torch.equal(model.generate(prompt, 0), prompt)
     assert model.generate(prompt, 1).shape == (2, 2)
     for keys, words in (
-        (dict(tokens=prompt[:, :0], max_new_tokens=1), r"at least one token a row, got shape \(2, 0\)"),
+        (dict(tokens=prompt[:, :0], max_new_tokens=1), r"at least one token per row, got shape \(2, 0\)"),
         (dict(tokens=prompt[0], max_new_tokens=1), r"got shape \(1,\)"),
         (dict(tokens=prompt, max_new_tokens=-1), "max_new_tokens must be at least 0, got -1"),
         (dict(tokens=prompt, max_new_tokens=1, temperature=-1.0), "temperature must be at least 0, got -1.0"),

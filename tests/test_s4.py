@@ -107,6 +107,7 @@ def test_convolution_equals_step(cls, d_state, length):
         jitter(mixer)
 
 
+@pytest.mark.slow
 @both
 def test_convolution_equals_step_at_length_16384(cls):
     mixer = made(cls, 3, 64)

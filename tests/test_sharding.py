@@ -34,6 +34,7 @@ def test_a_sharded_run_is_the_run_of_one_and_goes_on_as_one(tmp_path):
         assert math.isfinite(one[name]) and resumed[name] == pytest.approx(one[name], abs=1e-5), name
 
 
+@pytest.mark.slow
 def test_a_sharded_run_without_torchrun_is_one_of_two_processes(tmp_path):
     base = ("logger=csv", *SELECTIVE_COPY, "model=rnn", "callbacks=none")
     done = command(tmp_path, *base, "trainer=fsdp", "task.batch_size=2", "trainer.enable_checkpointing=false", "test=false")

@@ -141,7 +141,7 @@ def test_token_files_are_told_by_any_case_and_never_read_compressed():
     assert len(text_of(read("A.NPY", saved(np.save, ids)))) == len(text_of(read("a.BIN", ids.astype("<u2").tobytes()))) == 2000
     for name in ("a.npy.gz", "a.bin.XZ"):
         message = refused(name, gzip.compress(b"ids"), tokenizer="ids")
-        assert f"{name} is a compressed token file, and ids are read in place: unpack it" in message
+        assert f"{name} is a compressed token file, but ids are read in place: unpack it" in message
     for content, words in ((gzip.compress(TEXT), "gzip"), (saved(np.save, ids), "NumPy"), (in_zip("a", TEXT), "zip")):
         assert f"b.bin holds {words}" in refused("b.bin", content, vocab_size=65536)
     assert "reads .bin and .npy files, not 'a.npz'" in refused("a.npz", saved(np.savez, ids), tokenizer="ids")

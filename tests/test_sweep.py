@@ -505,6 +505,7 @@ def test_halving_ends_at_one_row():
 # Presets and other launchers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["length_sweep", "lr_sweep"])
 def test_every_job_of_a_preset_can_be(preset):
     assert check_command_line(["logger=csv", f"experiment={preset}"], CONF) is None
@@ -531,6 +532,7 @@ def test_other_launchers_and_sweepers_compose(choice):
     resolved(cfg, "x")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("submitit") is None, reason="needs hydra-submitit-launcher: pip install '.[cluster]'"
 )
@@ -546,6 +548,7 @@ def test_submitit_runs_and_skips(tmp_path):
         before = stamps
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("optuna") is None, reason="needs the extra `sweep`")
 def test_optuna_goes_on_where_it_stopped(tmp_path):
     line = ["logger=csv", "model=lstm", *SELECTIVE_COPY, "hydra/sweeper=tpe", "optimizer.lr=tag(log,interval(1e-4,1e-2))"]

@@ -261,7 +261,7 @@ def test_auto_is_offline_without_a_key_and_online_with_one(monkeypatch, no_wandb
         m.setenv("WANDB_API_KEY", "k" * 40)
         assert tracking.resolve_mode("auto")[0] == "online"
         m.setenv("WANDB_MODE", "offline")
-        assert tracking.resolve_mode("auto") == ("offline", "by WANDB_MODE")
+        assert tracking.resolve_mode("auto") == ("offline", "set by WANDB_MODE")
         assert tracking.resolve_mode("online")[0] == "online", "what is typed wins over the environment"
     netrc = no_wandb_settings / ".netrc"
     netrc.write_text(f"machine api.wandb.ai login user password {'k' * 40}\n")
@@ -291,7 +291,7 @@ def test_a_server_out_of_reach_costs_a_warning_not_the_run(tmp_path, monkeypatch
     assert run.mode == "online"
     run.log_metrics({"x": 1.0}, 0)
     run.finish()
-    assert run.mode == "offline" and "going on offline" in caplog.text
+    assert run.mode == "offline" and "continuing offline" in caplog.text
     assert Read(tmp_path).history[0]["x"] == 1.0 and Read(tmp_path).exit_code == 0
 
 
@@ -327,9 +327,10 @@ def test_a_folder_that_cannot_be_made_costs_the_copy_not_the_run(tmp_path, caplo
     run.log_hyperparams({"seed": 1})
     run.log_metrics({"x": 1.0}, 0)
     run.finish()
-    assert run.mode == "disabled" and "going on disabled" in caplog.text
+    assert run.mode == "disabled" and "continuing disabled" in caplog.text
 
 
+@pytest.mark.slow
 def test_forked_workers_do_not_hang(tmp_path):
     code = (
         "import sys; sys.path.insert(0, 'tests'); from pathlib import Path; import test_tracking as t;"

@@ -93,6 +93,8 @@ def same_from(step, whole, resumed):
         assert metrics(resumed, name) == expected and expected, name
     weights = [torch.load(f / "checkpoints/last.ckpt", weights_only=True)["state_dict"] for f in (whole, resumed)]
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+    summaries = [json.loads((f / "summary.json").read_text()) for f in (whole, resumed)]
+    assert all(summaries[0][key] == summaries[1][key] for key in ("best/val/loss", "best/step"))
 
 
 @pytest.mark.parametrize("model", names("model"))
@@ -107,15 +109,16 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, model):
     same_from(saved, whole, resumed)
 
 
-@pytest.mark.parametrize("moment", ["in a validation", "as a batch is moved", "in a step"])
+@pytest.mark.parametrize("moment", ["in a validation", "as a batch is moved", "in a step", "in a step before a validation"])
 def test_a_run_goes_on_bitwise_after_ctrl_c_at_any_moment(tmp_path, monkeypatch, moment):
-    """The interruption is held back to the end of the next step."""
+    """The interruption is held back to the end of the step, and of the validation that follows it."""
     whole, stopped, resumed = (tmp_path / name for name in ("whole", "stopped", "resumed"))
     start(whole, "model=lstm", *RESUME)
     owner, name, steps = {
         "in a validation": (SequenceModule, "on_validation_batch_start", lambda self: self.trainer.global_step),
         "as a batch is moved": (Task, "transfer_batch_to_device", lambda self: self.trainer.global_step),
         "in a step": (TrainingStep, "_update", lambda self: self.taken - 1),
+        "in a step before a validation": (TrainingStep, "_update", lambda self: self.taken),
     }[moment]
     method, calls = getattr(owner, name), []
 
@@ -131,9 +134,17 @@ def test_a_run_goes_on_bitwise_after_ctrl_c_at_any_moment(tmp_path, monkeypatch,
         start(stopped, "model=lstm", *RESUME)
     signal.signal(signal.SIGINT, handler)
     saved = torch.load(stopped / "checkpoints/last.ckpt", weights_only=True)["global_step"]
-    assert saved == 4
+    assert saved == (4 if moment == "in a step" else 3)
     start(resumed, "model=lstm", *RESUME, f"ckpt={stopped}/checkpoints/last.ckpt")
     same_from(saved, whole, resumed)
+
+
+def test_a_longer_run_does_not_forget_what_the_last_validation_found(tmp_path):
+    """The validation after the last step is in last.ckpt, and so is one that falls together with a save by steps."""
+    start(tmp_path / "whole", "model=lstm", *RESUME, "trainer.max_steps=6", "scheduler=constant")
+    for name in ("last", "step_000006"):
+        state = torch.load(tmp_path / f"whole/checkpoints/{name}.ckpt", weights_only=True)["callbacks"]["BestCheckpoint"]
+        assert state["step"] == 6 == json.loads((tmp_path / "whole/summary.json").read_text())["best/step"]
 
 
 def test_a_resumed_run_trains_with_the_settings_of_its_own_config(tmp_path, caplog):

@@ -1,5 +1,5 @@
-"""Autograd of a registered op and its backward, by hand under the Autograd key: torch.library.register_autograd does the same
-in 150 us more a call, more than the kernels of a small step take. And the refusal of a second derivative."""
+"""Registers autograd for an op and its backward by hand under the Autograd key: torch.library.register_autograd does the same
+but takes 150 us more per call, longer than the kernels of a small step. It also makes second derivatives raise an error."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def below(op: Callable) -> Callable:
-    """`op`, called below the Autograd key: what an implementation under that key goes on to."""
+    """`op`, called below the Autograd key, as an implementation under that key calls it."""
 
     def call(*inputs):
         with torch._C._AutoDispatchBelowAutograd():
@@ -18,8 +18,8 @@ def below(op: Callable) -> Callable:
 
 
 def refuse_twice(name: str) -> None:
-    """For the backward of a torch.autograd.Function. once_differentiable would not notice that gradients depend on tensors
-    saved in the forward, where the gradient that arrives is a constant."""
+    """Called in the backward of a torch.autograd.Function. once_differentiable would miss a dependence on tensors saved in the
+    forward if the incoming gradient is a constant."""
     if torch.is_grad_enabled():
         raise NotImplementedError(f"{name} is differentiable once, not with create_graph=True; impl='reference' is, twice")
 
@@ -29,8 +29,8 @@ def needs_gradient(inputs: tuple) -> bool:
 
 
 def register(name: str, apply: Callable, wanted: Callable[[tuple], bool], refusal: str) -> None:
-    """Of seqmix::{name}_fwd: `apply`, a torch.autograd.Function's, where gradients are on and `wanted` of the inputs. Of
-    seqmix::{name}_bwd: no gradient of its own; one that is asked for is a NotImplementedError that says `refusal`."""
+    """seqmix::{name}_fwd runs `apply`, a torch.autograd.Function's, if gradients are enabled and `wanted(inputs)` is true.
+    seqmix::{name}_bwd has no gradient: computing one raises a NotImplementedError with the text `refusal`."""
     forward, backward = (below(getattr(torch.ops.seqmix, f"{name}_{way}")) for way in ("fwd", "bwd"))
 
     class Once(torch.autograd.Function):

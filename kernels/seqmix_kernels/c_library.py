@@ -1,8 +1,8 @@
-"""A C file of ours, compiled at first use with the machine's own compiler and kept for the next process.
+"""Compiles a C file of this package at first use with the machine's own compiler, and caches it for later processes.
 
-The result lies in $XDG_CACHE_HOME/seqmix or ~/.cache/seqmix, named by a hash of the source, the compiler, the flags and
-the CPU, so that a home folder shared by different machines is safe. Where that folder cannot be written, a private
-temporary one serves this process.
+The library is stored in $XDG_CACHE_HOME/seqmix or ~/.cache/seqmix, named by a hash of the source, the compiler, the flags and
+the CPU, so that different machines can share a home folder. If that folder cannot be written, this process uses
+a private temporary one.
 """
 
 import ctypes
@@ -15,15 +15,15 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-# contraction makes a*b + c one instruction; the other two let a loop be a vector loop and change no result
+# contraction makes a*b + c one instruction; the other two allow vectorised loops and change no result
 FLAGS = ("-std=gnu11", "-O3", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
-# the first that compiles is kept: not every compiler knows -march=native, or comes with OpenMP
+# the first that compiles is used: not every compiler supports -march=native or OpenMP
 TARGETS = (("-march=native", "-fopenmp"), ("-march=native", "-pthread"), ("-fopenmp",), ("-pthread",))
 
 
 @functools.cache
 def load(source: Path) -> ctypes.CDLL | str:
-    """The library made of `source`, or why there is none."""
+    """The library compiled from `source`, or the reason why there is none."""
     compilers = [found for name in (os.environ.get("CC"), "cc", "gcc", "clang") if name and (found := _which(name))]
     if not compilers:
         return "no C compiler (cc, gcc, clang or $CC)"
@@ -36,19 +36,19 @@ def load(source: Path) -> ctypes.CDLL | str:
     try:
         return ctypes.CDLL(str(folder / name))
     except OSError:
-        pass  # not there yet, or not readable as a library: made below
+        pass  # missing or not loadable: compiled below
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = _compile(compiler, source, Path(scratch) / name)
             if isinstance(made, str):
                 return made
-            os.replace(made, folder / name)  # atomic: another process sees all of it or nothing
+            os.replace(made, folder / name)  # atomic: another process never sees part of it
         return ctypes.CDLL(str(folder / name))
     except OSError:  # no home, no space, read-only, or mounted noexec
         with tempfile.TemporaryDirectory(prefix="seqmix-") as scratch:
             made = _compile(compiler, source, Path(scratch) / name)
-            return made if isinstance(made, str) else ctypes.CDLL(str(made))  # stays mapped when the file is gone
+            return made if isinstance(made, str) else ctypes.CDLL(str(made))  # stays mapped after the file is deleted
 
 
 def _which(command: str) -> list[str] | None:

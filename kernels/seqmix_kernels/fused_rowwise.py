@@ -1,4 +1,5 @@
-"""What the operators over rows share: a tensor as rows, the tile of a program, sums over rows, and where their kernels run."""
+"""Shared by the row-wise operators: a tensor as rows, the tile of a program, sums over rows, and where their kernels can
+run."""
 
 import math
 import os
@@ -13,7 +14,7 @@ from .launch import launch
 
 
 class Tile(NamedTuple):
-    """What a program of `warps` warps holds: `rows` rows of `columns` elements, both powers of 2."""
+    """The tile of a program of `warps` warps: `rows` rows of `columns` elements, both powers of 2."""
 
     rows: int
     columns: int
@@ -21,7 +22,7 @@ class Tile(NamedTuple):
 
 
 def tile(columns: int) -> Tile:
-    """The tile for rows of so many elements: 8 elements per thread, several rows where they are short."""
+    """The tile for rows of `columns` elements: 8 elements per thread, several rows if they are short."""
     columns = triton.next_power_of_2(columns)
     elements = max(1024, columns)
     return Tile(elements // columns, columns, min(16, elements // 256))
@@ -34,8 +35,8 @@ def rows(t: Tensor) -> Tensor:
 
 
 def strides(*flat: Tensor) -> tuple[int, list[int]]:
-    """A power of 2, at most 8, that divides the stride of each of these (N, D), and the strides in that unit: `start` shows
-    the compiler what every row is a multiple of, so that it may load several elements at once."""
+    """A power of 2, at most 8, that divides the stride of each of these (N, D), and the strides in that unit. `start` shows the
+    compiler this common factor, so that it can load several elements at once."""
     unit = math.gcd(8, *(t.stride(0) for t in flat))
     return unit, [t.stride(0) // unit for t in flat]
 
@@ -58,13 +59,13 @@ def sum_kernel(share_ptr, sum_ptr, SHARES, D: tl.constexpr, ROWS: tl.constexpr, 
 
 
 def add_up(shares: Tensor, out: Tensor) -> None:
-    """The sum over the rows of shares (N, D), contiguous and float32, into `out` of D elements: in the same order each time."""
+    """Sums the rows of shares (N, D), contiguous and float32, into `out` of D elements, always in the same order."""
     count, D = shares.shape
     launch(sum_kernel, (triton.cdiv(D, 8),), (shares, out, count), dict(D=D, ROWS=1024, COLUMNS=8), dict(num_warps=8))
 
 
 def programs(tiles: int, each: int, device: torch.device) -> int:
-    """How many programs share `tiles` tiles: `each` per multiprocessor, or one per tile where that is fewer."""
+    """Number of programs for `tiles` tiles: `each` per multiprocessor, or one per tile if that is fewer."""
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     return min(tiles, multiprocessors * each)
 
@@ -72,7 +73,7 @@ def programs(tiles: int, each: int, device: torch.device) -> int:
 def why_not(*tensors: Tensor) -> str | None:
     """Why no kernel over rows can run on these tensors, which share a device; None if it can."""
     for t in tensors:
-        if type(t) not in (Tensor, torch.nn.Parameter):  # a FakeTensor has no memory, a DTensor only a part of its own
+        if type(t) not in (Tensor, torch.nn.Parameter):  # a FakeTensor has no memory, and a DTensor only its local shard
             return f"it takes plain tensors, not {type(t).__name__}"
     device = tensors[0].device
     if os.environ.get("TRITON_INTERPRET") == "1":

@@ -1,7 +1,7 @@
-"""Times what the GPU does, not how fast the host asks for it: a few calls in one CUDA graph, replayed.
+"""Times the GPU's work without the host's launches: a few calls are captured in one CUDA graph and replayed.
 
-A forward and backward through autograd costs the host some hundred microseconds, often more than the kernels take; timed call
-by call, that is what one would measure.
+A forward and backward through autograd takes the host some hundred microseconds, often longer than the kernels; timing call by
+call would measure that.
 """
 
 import statistics
@@ -11,11 +11,11 @@ import torch
 
 
 def graph_milliseconds(call: Callable[[], object], count: int = 20, calls: int = 10) -> float:
-    """Median over `count` replays of a graph of `calls` calls, by CUDA events, a call. What `call` makes is not kept: a
-    call may overwrite what the one before made. Inputs larger than the second-level cache are read from memory."""
+    """Median over `count` replays of a graph of `calls` calls, by CUDA events, per call. Results are not kept: a
+    call may overwrite those of the previous one. Inputs larger than the L2 cache are read from memory."""
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
-        for _ in range(3):  # what is compiled or loaded at a first call must not be captured
+        for _ in range(3):  # compilation and loading at the first call must not be captured
             call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -35,7 +35,7 @@ def graph_milliseconds(call: Callable[[], object], count: int = 20, calls: int =
 
 
 def eager_milliseconds(call: Callable[[], object], count: int = 20) -> float:
-    """Median over `count` calls from an idle GPU to an idle GPU: with all that the host does."""
+    """Median over `count` calls from an idle GPU to an idle GPU, including all of the host's work."""
     times = []
     for i in range(count + 3):
         torch.cuda.synchronize()
@@ -50,7 +50,7 @@ def eager_milliseconds(call: Callable[[], object], count: int = 20) -> float:
 
 
 def memory_bandwidth() -> float:
-    """Bytes a second of a large tensor read and another written by one kernel, both counted."""
+    """Bytes per second of one kernel that reads a large tensor and writes another, counting both."""
     a = torch.ones(1 << 28, device="cuda")
     b = torch.empty_like(a)
     return 2 * a.numel() * 4 / graph_milliseconds(lambda: torch.neg(a, out=b), 5, 2) * 1e3
@@ -59,8 +59,8 @@ def memory_bandwidth() -> float:
 def beside_copy(
     run: Callable, leaves: list, upstream: list, moved: tuple[int, int], bandwidth: float, count: int
 ) -> dict[str, float]:
-    """Milliseconds of `run(*leaves)` without gradients (fwd) and with its backward from `upstream` (fwd_bwd), and the share of
-    each that a copy of the bytes `moved` by it would take at `bandwidth`, which memory_bandwidth() measures."""
+    """Milliseconds of `run(*leaves)` without gradients (fwd) and with its backward from `upstream` (fwd_bwd), and for
+    each the fraction of that time in which its bytes, `moved`, could be copied at `bandwidth` (see memory_bandwidth)."""
 
     def both() -> None:
         torch.autograd.grad(run(*leaves), leaves, upstream)

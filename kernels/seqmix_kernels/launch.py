@@ -1,13 +1,14 @@
-"""Launches Triton kernels for little Python time: a kernel's own call looks at each of its arguments and at each global it
-reads, 50 to 90 us with fifty arguments; here a call like an earlier one goes straight to what was compiled for that."""
+"""Launches Triton kernels with little Python time: Triton's own call inspects each argument and each global that the kernel
+reads, which takes 50 to 90 us with fifty arguments; here a call like an earlier one directly uses the kernel compiled for
+it."""
 
 import torch
 import triton
 from torch import Tensor
 
 _compiled: dict = {}
-_kernels: dict = {}  # by id: a kernel (kept, so that the id stays its own; its hash is work), and how many tensors it takes
-_MOST = 4096  # calls remembered
+_kernels: dict = {}  # by id (hashing is slow): the kernel, held so that its id stays valid, and its number of tensors
+_MOST = 4096  # calls that are cached
 
 
 def launch(kernel, grid: tuple[int, ...], args: tuple, constants: dict, options: dict) -> None:
@@ -25,11 +26,11 @@ def launch(kernel, grid: tuple[int, ...], args: tuple, constants: dict, options:
         _kernels[name] = kernel, sum(isinstance(a, Tensor) for a in args)
     count = _kernels[name][1]
     tensors, numbers = args[:count], args[count:]
-    pointers = [t.data_ptr() for t in tensors]  # a number is taken as it is, a tensor asked and checked once more
+    pointers = [t.data_ptr() for t in tensors]  # Triton passes a number directly, but queries and checks a tensor
     low = 0
     for pointer in pointers:
         low |= pointer
-    # what Triton compiles for: dtypes, which pointers are multiples of 16, the integers (all of each: a little more often)
+    # what Triton specialises on: dtypes, pointer alignment to 16 bytes, integers (here exactly, so it compiles slightly more)
     odd = tuple([p % 16 for p in pointers]) if low % 16 else None
     key = (name, index, odd, tuple([t.dtype for t in tensors]), numbers, tuple(constants.values()), tuple(options.values()))
     found = _compiled.get(key)
@@ -38,10 +39,10 @@ def launch(kernel, grid: tuple[int, ...], args: tuple, constants: dict, options:
         x, y, z = grid + (1,) * (3 - len(grid))
         if watched():
             compiled[x, y, z](*pointers, *numbers, *ordered)
-        else:  # what that does, less the calls of empty hooks and what they would be told
+        else:  # the same without the calls of empty hooks and their arguments
             run(x, y, z, stream(index), function, packed, None, None, None, *pointers, *numbers, *ordered)
         return None
-    # said outright: Triton 3.9 warns that its default is about to change, and the kernels count on it
+    # explicit, because Triton 3.9 warns that its default will change, and the kernels rely on it
     compiled = kernel[grid](*args, **constants, **options, enable_fp_fusion=True)
     if hasattr(compiled, "launch_metadata"):  # not under the interpreter
         if len(_compiled) >= _MOST:
@@ -53,8 +54,8 @@ def launch(kernel, grid: tuple[int, ...], args: tuple, constants: dict, options:
 
 
 def watched() -> bool:
-    """Whether a profiler hangs on Triton's launches."""
+    """Whether a profiler has hooked Triton's launches."""
     hooks = triton.knobs.runtime
     enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
-    # a chain of hooks, or one that was put in its place
+    # a chain of hooks, or one hook that replaced it
     return bool((enter is not None and getattr(enter, "calls", True)) or (leave is not None and getattr(leave, "calls", True)))

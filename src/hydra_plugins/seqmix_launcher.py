@@ -1,5 +1,5 @@
-"""The launcher `hydra/launcher=queue`. Hydra takes one from this namespace alone, and imports it at every start: hence
-no more here than its door. No __init__.py: other plugins share the namespace."""
+"""The launcher `hydra/launcher=queue`. Hydra only finds launchers in this namespace, and imports them at every start, so this
+file imports seqmix.sweep.queue only when needed. There is no __init__.py, because other plugins share the namespace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 
 class QueueLauncher(Launcher):
-    """Every job in a process of its own: seqmix.sweep.queue. The arguments are those of its Settings."""
+    """Runs every job in a process of its own (seqmix.sweep.queue). The arguments are those of its Settings."""
 
     def __init__(
         self, n_jobs: int | None, gpus_per_job: int, threads: int | None, retries: int, max_failures: int | None,

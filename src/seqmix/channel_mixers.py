@@ -1,4 +1,4 @@
-"""Mixers across channels: (..., D) to (..., D), each position by itself. The second, optional slot of a block."""
+"""Mixers across channels, (..., D) to (..., D), each position by itself: the second, optional part of a block."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from seqmix_kernels.swiglu import swiglu
 class SwiGLU(nn.Module):
     """y = W_out (silu(W_gate x) ∘ W_in x) (Shazeer 2020, "GLU Variants Improve Transformer", eq. 6).
 
-    d_hidden is `expand · d_model`, rounded up to a multiple of 8; 8/3 gives the parameters of a plain MLP of 4 d_model.
+    d_hidden is `expand · d_model`, rounded up to a multiple of 8; 8/3 gives as many parameters as an MLP of width 4 d_model.
     """
 
     def __init__(self, d_model: int, expand: float = 8 / 3):

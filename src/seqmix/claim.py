@@ -1,7 +1,7 @@
 """A run folder belongs to one run, whose config.yaml is in it, and to one process at a time, which holds its lock.
 
-Both are checked before Hydra or the run writes to the folder. The same config may take its folder again, from the start or
-from a checkpoint, and a run that resumes from a checkpoint in the folder may differ in what a resume may change
+Both are checked before Hydra or the run writes to the folder. A run with the same config may use the folder again, from the
+start or from a checkpoint. A run that resumes from a checkpoint in the folder may differ in settings that a resume may change
 (trainer.max_steps, callbacks, ...).
 """
 
@@ -25,24 +25,24 @@ from seqmix.sweep.names import resolved
 
 
 class ClaimFolder(Callback):
-    """Hydra calls this before it makes the folder of a single run, of a job in the queue too. The lock is rank zero's."""
+    """Hydra calls this before it makes the folder of a single run or of a job in the queue. Only rank zero takes the lock."""
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
-        HydraConfig.instance().set_config(config)  # as run_job will: the name of the folder is resolved with it
+        HydraConfig.instance().set_config(config)  # as run_job does later: the folder's name needs it
         with read_write(config.hydra):
             folder = config.hydra.run.dir = str(config.hydra.run.dir)
             if rank_zero_only.rank != 0:
                 config.hydra.output_subdir = None  # rank zero writes .hydra/
         if rank_zero_only.rank != 0:
             return
-        if in_a_sweep():  # whose folders are named by their configs, and checked by the queue
+        if in_a_sweep():  # the name of a job's folder contains a hash of its config, and the queue has checked it
             lock(Path(folder))
         else:
             claim(Path(folder), resolved(config, os.path.abspath(folder)))
 
 
 def claim(folder: Path, cfg: DictConfig) -> None:
-    """Lock `folder` for the run of `cfg`. SystemExit with code 2 and one line if it holds another run, or is in use."""
+    """Lock `folder` for the run of `cfg`. Exits with code 2 and a one-line error if it holds another run or is in use."""
     if (folder / "config.yaml").is_file():
         mine = flat(OmegaConf.to_container(cfg, resolve=True))
         try:

@@ -1,9 +1,9 @@
 """The command line is checked before anything is made: no run folder, no sweep folder, no wandb run, no data.
 
-Refused in one line: a key that nothing reads, typed (also behind `+`) or in a file, with the nearest that is read; a choice
-that is not there; a key set twice; a value of a type that the key does not take. What a single run describes is then built, on
-no device, by seqmix.config.check. Of a sweep one job per choice of a group is composed, and its keys and types are checked;
-each job checks its own values when it starts.
+These are refused in one line: a key that nothing reads, whether typed (also with `+`) or in a file, with the nearest key that
+is read; a choice that does not exist; a key that is set twice; a value of a type that the key does not take. A single run is
+then built without a device by seqmix.config.check. For a sweep one job per choice of a group is composed, and its keys and
+types are checked; each job checks its own values when it starts.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from seqmix.sweep.names import resolved
 
 OPEN = ("callbacks", "logger", "hydra.callbacks")  # each child is built, whatever its name
 FREE_FORM = ("hydra.job.env_set", "hydra.job_logging", "hydra.hydra_logging")
-PRINTS = ("help", "hydra_help", "cfg", "info", "shell_completion")  # flags of Hydra's with which nothing runs
+PRINTS = ("help", "hydra_help", "cfg", "info", "shell_completion")  # flags with which Hydra prints and runs nothing
 
 
 def check_command_line(arguments: list[str], conf: Path) -> DictConfig | None:
-    """The resolved config of a single run whose overrides make sense; exits with code 2 and one line where they do not.
+    """The resolved config of a single run. Exits with code 2 and a one-line error if the command line is wrong.
 
-    None for a multirun, and for those of Hydra's flags with which nothing runs (--help, --cfg, ...).
+    None for a multirun, and for flags with which Hydra runs nothing (--help, --cfg, ...).
     """
     flags = get_args_parser().parse_args(arguments)
     if any(getattr(flags, name) for name in PRINTS):
@@ -69,7 +69,7 @@ def check_command_line(arguments: list[str], conf: Path) -> DictConfig | None:
 def _composed(flags: Namespace, conf: Path) -> DictConfig | None:
     """The config of a single run, its keys and types checked; None for a multirun, whose jobs are checked the same way."""
     if flags.experimental_rerun is not None:
-        raise ValueError("--experimental-rerun runs a pickled config unchecked: type the overrides of that run instead")
+        raise ValueError("--experimental-rerun would run a pickled config unchecked: use the overrides of that run instead")
     beside = None if flags.config_dir is None else Path(flags.config_dir).absolute()
     if beside is not None and not beside.is_dir():
         raise ValueError(f"--config-dir {flags.config_dir}: there is no such folder")
@@ -86,8 +86,8 @@ def _composed(flags: Namespace, conf: Path) -> DictConfig | None:
 def check_keys(cfg: DictConfig, defaults: DictConfig, types: Mapping[str, Any], free_form: tuple[str, ...]) -> None:
     """ValueError for a key of `cfg` that nothing reads, or a value of a type that it does not take.
 
-    What is read are the keys of `defaults`, the arguments of targets, and anything that begins with one of `free_form`. types:
-    of keys that take another type than their default has.
+    The keys of `defaults`, the arguments of targets, and keys that begin with one of `free_form` are read. types: key -> type,
+    for keys that take another type than that of their default.
     """
     keys = _Keys(cfg, defaults, types, free_form)
     for key, value in keys.values.items():
@@ -95,7 +95,7 @@ def check_keys(cfg: DictConfig, defaults: DictConfig, types: Mapping[str, Any], 
 
 
 class _Keys:
-    """The keys of a composed config, and which of them something reads: the program by name, or a target as an argument."""
+    """The keys of a composed config, and which are read: by the program under their name, or by a target as an argument."""
 
     def __init__(self, cfg: DictConfig, defaults: DictConfig, types: Mapping[str, Any], free_form: tuple[str, ...]):
         own, self.values = dict(_flatten(defaults)), dict(_flatten(cfg))
@@ -117,7 +117,7 @@ class _Keys:
         return True  # within an argument that is a mapping
 
     def check(self, key: str, value: Any) -> None:
-        """ValueError where nothing reads the key, or where it does not take such a value."""
+        """ValueError if nothing reads the key, or if it does not take such a value."""
         parent, _, name = key.rpartition(".")
         if not self.are_read(key):
             taken = [f"{node}.{name}" for node, target in self.targets.items() for name in signatures.parameters(target)]
@@ -126,14 +126,14 @@ class _Keys:
             raise ValueError(f"nothing reads the key {key!r}{target}{near}")
         check_promises(key, value)
         if key.startswith("hydra.") or "${" in str(value):
-            return  # Hydra checks its own; an interpolation is checked when it is resolved
+            return  # Hydra checks its own keys; an interpolation is checked when it is resolved
         if parent in self.targets and name not in signatures.SPECIAL:
             signatures.check_argument(self.targets[parent], key, value)
         elif key in self.by_name:
             self._check_type(key, value)
 
     def _check_type(self, key: str, value: Any) -> None:
-        """By its default, where nothing else says the type: a list holds what that holds, and null stands for any type."""
+        """The default gives the type unless `types` does: a list has elements of the default's type, null allows any type."""
         default = self.by_name[key]
         if key not in self.types and (default is None or isinstance(default, DictConfig)):
             return
@@ -146,7 +146,7 @@ class _Keys:
 
 
 def _flatten(node: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every dotted key and its value, mappings included; an interpolation as it is written."""
+    """Every dotted key and its value, including mappings; an interpolation is not resolved."""
     for key in node:
         child = node._get_node(key)
         value = None if child._is_missing() else child._value() if child._is_interpolation() else node[key]
@@ -161,14 +161,14 @@ def _targets(values: dict[str, Any]) -> dict[str, str]:
 
 
 def _types() -> dict[str, Any]:
-    """Of the keys that are passed on to the model and its module: what these take."""
+    """The types of the keys that are passed to SequenceModel and SequenceModule, from their signatures."""
     model, module = (signatures.parameters(f"seqmix.{name}") for name in ("model.SequenceModel", "module.SequenceModule"))
     types = {name: module[name].hint for name in ("micro_batch_size", "gradient_clip_val", "cuda_graph")}
     return types | {"dropout": model["dropout"].hint}
 
 
 class _Line:
-    """What was typed, within a context that can compose it. ValueError for what cannot be meant."""
+    """The overrides of a command line, in a context where Hydra can compose them. ValueError for overrides that are wrong."""
 
     def __init__(self, name: str, overrides: list[str], multirun: bool, defaults: DictConfig):
         self.name, self.defaults = name, defaults
@@ -187,14 +187,14 @@ class _Line:
         return _Keys(cfg, self.defaults, _types(), FREE_FORM)
 
     def _sweeps_by_itself(self) -> bool:
-        """Whether the config asks for a multirun without -m: hydra.mode, typed or in a file. show=batch shows one run of it."""
+        """Whether hydra.mode, typed or in a file, asks for a multirun without -m. show=batch then shows one run of it."""
         asked = {override.key_or_group for override in self.typed}
         if "show" in asked or not (asked & {"experiment", "hydra.mode"} or self.name != "train"):
             return False
         return self.hydra.get_mode(self.name, [override.input_line for override in self.typed]) == RunMode.MULTIRUN
 
     def _one_by_one(self, override: Override) -> list[Override]:
-        """The overrides of the jobs, one per value; of an interval its lower end."""
+        """One override per value of a swept key; for an interval, one with its lower end."""
         key = override.get_key_element()
         if override.is_interval_sweep():
             return self._parsed([f"{key}={override.value().start}"])
@@ -203,7 +203,7 @@ class _Line:
         return [override]
 
     def _options(self, override: Override) -> list[str]:
-        """The choices that there are, where it chooses from a group."""
+        """The available choices, if the override chooses from a config group; else []."""
         key = override.key_or_group
         return [] if not key or "." in key or override.is_delete() else self.hydra.config_loader.get_group_options(key)
 
@@ -212,9 +212,9 @@ class _Line:
         if override.is_sweep_override() and not self.sweeps:
             raise ValueError(f"{line} names several values: add -m to run one job per value, or write a list as '{key}=[...]'")
         if key == "hydra.job.chdir" and override.value():
-            raise ValueError(f"{line}: paths are relative to the caller's folder, so a run does not leave it")
+            raise ValueError(f"{line}: paths are relative to the caller's folder, so a run must not change its folder")
         if key == "show" and self.sweeps:
-            raise ValueError(f"{line} shows one run's batch: leave out -m")
+            raise ValueError(f"{line} shows the batch of a single run: leave out -m")
 
     def _check_choices(self, override: Override) -> None:
         key, values = override.key_or_group, [one.value() for one in self._one_by_one(override)]
@@ -227,7 +227,7 @@ class _Line:
                     raise ValueError(f"no {key}={word}{near}; there are {', '.join(options)}")
 
     def job(self, overrides: list[Override]) -> tuple[DictConfig, _Keys]:
-        """One run of these overrides, composed and resolved: every key and type is checked, those of the files too."""
+        """One run of these overrides, composed and resolved. Checks every key and type, also those of config files."""
         cfg = self._composed(overrides, RunMode.RUN)
         keys = self._keys(cfg)
         typed = [override.key_or_group for override in overrides]
@@ -237,10 +237,10 @@ class _Line:
         return resolved(cfg, "(made when the run starts)"), keys
 
     def _composed(self, overrides: list[Override], mode: RunMode) -> DictConfig:
-        """With Hydra's own part. ValueError where Hydra cannot compose it; if a key is the reason, for that key."""
+        """The config with the `hydra` node. ValueError if Hydra cannot compose it; if a key is the reason, it names the key."""
         try:
             return self.hydra.compose_config(self.name, [override.input_line for override in overrides], mode)
-        except Exception as error:  # of Hydra's, of OmegaConf's, and where these stumble themselves of Python's
+        except Exception as error:  # errors of Hydra and OmegaConf, and Python's where these two fail to catch one
             chosen = [override for override in overrides if self._brings_keys(override) and not override.is_sweep_override()]
             if len(chosen) < len(overrides):
                 keys = self._keys(self._composed(chosen, RunMode.RUN))
@@ -253,17 +253,18 @@ class _Line:
         return not override.is_delete() and ("_target_" in override.input_line or bool(self._options(override)))
 
     def check_sweep(self) -> None:
-        """The launcher and the sweeper; the first job, and that job with each further choice of a group; each further value."""
+        """Check the launcher and the sweeper, the first job, that job with each further choice of a group, and each further
+        value."""
         whole = self._composed(self.typed, RunMode.MULTIRUN)
         _check_launcher(whole)
         swept = self._parsed([f"{key}={value}" for key, value in (whole.hydra.sweeper.get("params") or {}).items()])
         for override in swept:
             self._check_choices(override)
-        # what is typed narrows a preset
+        # what is typed overrides a preset
         by_key = {override.get_key_element().lstrip("+"): override for override in [*swept, *self.typed]}
         for override in by_key.values():
             if override.is_interval_sweep() and "BasicSweeper" in str(whole.hydra.sweeper._target_):
-                raise ValueError(f"{override.input_line}: hydra/sweeper=tpe searches an interval; list values, or use that")
+                raise ValueError(f"{override.input_line}: only hydra/sweeper=tpe searches an interval; use it, or list values")
         ways = [self._one_by_one(override) for override in by_key.values()]
         first = [way[0] for way in ways]
         cfg, keys = self.job(first)
@@ -277,7 +278,7 @@ class _Line:
 
 
 def check_set_once(overrides: list[str]) -> None:
-    """ValueError where a key is set twice: Hydra would take the last, and of two lists of values the last alone."""
+    """ValueError if a key is set twice: Hydra would silently use only the last value, or the last list of values."""
     before: dict[str, str] = {}
     for override in OverridesParser.create().parse_overrides(overrides):
         if override.is_delete():  # `~key +key=...` replaces a mapping
@@ -297,9 +298,9 @@ def _keys_set(key: str, value: Any) -> Iterator[str]:
 
 
 def _check_launcher(whole: DictConfig) -> None:
-    """ValueError for settings of the launcher or the sweeper that cannot be."""
+    """ValueError for invalid settings of the launcher or the sweeper."""
     for part in ("launcher", "sweeper"):
         node = OmegaConf.to_container(whole.hydra[part], resolve=True)
         signatures.check(node, f"hydra.{part}")
-        if part == "launcher":  # which checks its own settings; Hydra builds it once more
+        if part == "launcher":  # its constructor checks the settings; Hydra builds it again
             signatures.locate(node.pop("_target_"))(**node)

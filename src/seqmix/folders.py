@@ -1,4 +1,4 @@
-"""Folders of runs: where they are, what their files hold, and a lock that lets one process at a time write to one.
+"""Run folders: finding them, reading their files, and a lock that lets one process at a time write to a folder.
 
 Neither torch nor Hydra is imported here: the report reads run folders with this module.
 """
@@ -24,13 +24,13 @@ except ImportError:  # Windows
     fcntl = None
 
 log = logging.getLogger(__name__)
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml where PyYAML has it: ten times as fast
-WANDB_RUN = re.compile(r"(offline-)?run-\d{8}_\d{6}-")  # wandb's own folder of a run, which holds a config.yaml too
-_locks: dict[Path, int] = {}  # folder -> descriptor of its .lock, of this process
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml, if PyYAML has it, is ten times as fast
+WANDB_RUN = re.compile(r"(offline-)?run-\d{8}_\d{6}-")  # wandb's own folder of a run, which has a config.yaml, too
+_locks: dict[Path, int] = {}  # folder -> descriptor of its .lock; the locks that this process holds
 
 
 def walk(place: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
-    """As os.walk from the top, through symbolic links, each folder once, without the folders of Hydra, submitit, wandb."""
+    """As os.walk, but follows symbolic links, visits each folder once, and skips those of Hydra, submitit and wandb."""
     seen = set()
     for folder, children, files in os.walk(place, followlinks=True, onerror=_say_unreadable):
         real = os.path.realpath(folder)
@@ -49,7 +49,7 @@ def _say_unreadable(error: OSError) -> None:
 
 
 def read_file(path: Path, kind: type = dict) -> dict | list:
-    """The dict or list in a YAML or JSON file. ValueError, in one line that names the file, where it holds none."""
+    """The dict or list in a YAML or JSON file. ValueError, in one line that names the file, if there is none in it."""
     try:
         text = path.read_text(encoding="utf-8")
         value = json.loads(text) if path.suffix == ".json" else yaml.load(text, Loader=LOADER)
@@ -58,18 +58,18 @@ def read_file(path: Path, kind: type = dict) -> dict | list:
         raise ValueError(f"{path} cannot be read: {reason}") from error
     if not isinstance(value, kind):
         found = "is empty" if value is None else f"holds a {type(value).__name__}"
-        raise ValueError(f"{path} {found}, where a {kind.__name__} is needed")
+        raise ValueError(f"{path} {found}, but a {kind.__name__} is needed")
     return value
 
 
 def lock(folder: Path) -> int:
-    """Make `folder` and hold its lock until this process ends, however it ends; returns the descriptor of `.lock`.
+    """Make `folder` and hold its lock until this process ends, even if it is killed; returns the descriptor of `.lock`.
 
-    SystemExit with code 2 and one line if another process holds the lock, or if the folder cannot be written to.
+    Exits with code 2 and a one-line error if another process holds the lock, or if the folder cannot be written to.
 
-    The lock is flock(2). Children made by fork do not keep it; a child that is given the descriptor does. On NFS it holds
-    between machines too, unless the mount says otherwise (nolock, local_lock). Where there is no flock (Windows, some
-    parallel file systems) a warning says that nothing keeps a second process out.
+    The lock is flock(2). A forked child does not keep it, but a child that is given the descriptor does. On NFS it also holds
+    between machines, unless the mount disables this (nolock, local_lock). Without flock (Windows, some parallel file systems)
+    a warning says that nothing keeps a second process from writing to the folder.
     """
     key = folder.resolve()
     if key in _locks:
@@ -86,10 +86,10 @@ def lock(folder: Path) -> int:
     except BlockingIOError:
         holder = os.read(descriptor, 200).decode(errors="replace") or "another process"
         os.close(descriptor)
-        refuse(f"{holder} is writing to {folder}; wait for its end, or name another folder")
+        refuse(f"{holder} is writing to {folder}; wait until it ends, or name another folder")
     except OSError as error:
         log.warning("%s cannot be locked (%s): nothing keeps a second process from writing to it", folder, error.strerror)
-    with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+    with contextlib.suppress(OSError):  # on a full disk the lock still holds
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"process {os.getpid()} on {platform.node()}".encode())
     _locks[key] = descriptor
@@ -97,7 +97,7 @@ def lock(folder: Path) -> int:
 
 
 def _drop_locks() -> None:
-    """In a forked child (a worker that loads data), which may outlive its parent by seconds."""
+    """Close the locks in a forked child (a data-loading worker), which may outlive its parent by seconds."""
     while _locks:
         os.close(_locks.popitem()[1])
 

@@ -9,11 +9,11 @@ from torch import Tensor
 
 
 class Graph:
-    """`function` captured with inputs like `tensors`. A call copies its arguments there, replays, and returns the outputs of
-    the function, which the next replay overwrites.
+    """`function` captured with inputs like `tensors`. A call copies its arguments into these inputs, replays the graph, and
+    returns the outputs of the function, which the next replay overwrites.
 
-    The function must have run before, so that what is compiled, tuned or allocated once is not captured. pool: memory to share
-    with another graph, None for its own. RuntimeError where the function waits for the device.
+    The function must have run before, so that one-time compilation, tuning and allocation are not captured. pool: memory to
+    share with another graph, None for its own. RuntimeError if the function waits for the device.
     """
 
     def __init__(
@@ -25,7 +25,7 @@ class Graph:
     ):
         self.inputs = tuple(tensor.clone() for tensor in tensors)
         self.graph = torch.cuda.CUDAGraph()
-        # thread_local: other threads (NCCL's watchdog) may go on using the device
+        # thread_local: other threads (NCCL's watchdog) may use the device during the capture
         with torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             self.outputs = function(*self.inputs)
 

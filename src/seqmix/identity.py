@@ -4,8 +4,8 @@
     job      is it the same job of a sweep: same folder, skipped when it is complete?          seqmix.sweep.names
     cell     may the numbers of both be averaged, as two seeds of one result?                  seqmix.report.results
 
-MATTERS says for which of them a key of the config matters, and why. The longest entry that names the key or a group above it
-decides. A key without an entry matters for all three, so that no setting is skipped over or averaged over by oversight.
+MATTERS lists the questions for which a key of the config matters, and the reason. The longest entry that names the key or a
+group above it decides. A key without an entry matters for all three, so that no setting is overlooked.
 """
 
 from __future__ import annotations
@@ -22,34 +22,35 @@ MATTERS = {
     "show": ("", "prints a batch and trains nothing"),
     "seed": ("resume job", "the report averages over seeds"),
     "optimizer.lr": ("resume job", "the report chooses it on validation, within a cell"),
-    "ckpt": ("job", "a cell goes by what differed before, not by the name of a file"),
+    "ckpt": ("job", "for a cell the settings before the resume count (resumed_over), not the name of a file"),
     "resumed_over": ("cell", "settings that differed before the run was resumed; train() records them"),
-    "test": ("job", "adds test scores and leaves training as it is"),
+    "test": ("job", "adds test scores and does not change training"),
     "compile": ("job cell", "rounding and speed; a checkpoint does not depend on it"),
-    "cuda_graph": ("job cell", "speed alone, but a cell averages speeds too"),
+    "cuda_graph": ("job cell", "only speed, but a cell averages speeds, too"),
     "matmul_precision": ("job cell", "rounding and speed; a checkpoint does not depend on it"),
     "micro_batch_size": ("job", "the same rows per step; on_oom=halve lowers it for one seed, and the report says so"),
-    "task.num_workers": ("job", "speed alone"),
+    "task.num_workers": ("job", "only speed"),
     "task.make_on": ("job", "the rows are the same wherever they are made"),
     "task.eval_batch_size": ("job", "scores are sums over rows"),
-    "callbacks": ("job", "they watch a run"),
+    "callbacks": ("job", "they only observe a run"),
     "callbacks.checkpoint.monitor": ("job cell", "decides which weights are tested"),
     "callbacks.checkpoint.mode": ("job cell", "decides which weights are tested"),
+    "callbacks.solved": ("job cell", "may end a run before its budget is used"),
     "trainer": ("job cell", "budget and machine: a resumed run may have more steps, or another machine"),
     "trainer.precision": ("resume job cell", "changes the updates"),
     "trainer.accelerator": ("job", "the report compares the devices that were recorded"),
-    "trainer.log_every_n_steps": ("job", "watches a run"),
-    "trainer.profiler": ("job", "watches a run"),
-    "trainer.detect_anomaly": ("job", "watches a run"),
-    "trainer.enable_checkpointing": ("job", "watches a run"),
-    "trainer.enable_progress_bar": ("job", "watches a run"),
-    "trainer.enable_model_summary": ("job", "watches a run"),
-    "trainer.num_sanity_val_steps": ("job", "watches a run"),
+    "trainer.log_every_n_steps": ("job", "only observes a run"),
+    "trainer.profiler": ("job", "only observes a run"),
+    "trainer.detect_anomaly": ("job", "only observes a run"),
+    "trainer.enable_checkpointing": ("job", "only observes a run"),
+    "trainer.enable_progress_bar": ("job", "only observes a run"),
+    "trainer.enable_model_summary": ("job", "only observes a run"),
+    "trainer.num_sanity_val_steps": ("job", "only observes a run"),
 }
 
 
 def matters(key: str, question: str) -> bool:
-    """Whether a dotted key of the config matters for one of QUESTIONS."""
+    """Whether a dotted key of the config matters for `question`, one of QUESTIONS."""
     assert question in QUESTIONS, question
     while key not in MATTERS:
         key, dot, _ = key.rpartition(".")
@@ -71,12 +72,12 @@ def flat(config: Mapping, prefix: str = "") -> dict[str, object]:
 
 
 def settings(config: Mapping[str, object], question: str) -> dict[str, object]:
-    """Of a flat, resolved config the keys that matter for a question."""
+    """The keys of a flat, resolved config that matter for a question, with their values."""
     return {key: value for key, value in config.items() if matters(key, question)}
 
 
 def changed(before: Mapping[str, object], now: Mapping[str, object], *questions: str) -> dict[str, object]:
-    """What `before` had for each key in which two flat, resolved configs differ, of those that matter for any of `questions`.
+    """Each key in which two flat, resolved configs differ -> its value in `before`, if it matters for any of `questions`.
 
     A key that one of them lacks has the value None there.
     """
@@ -85,10 +86,12 @@ def changed(before: Mapping[str, object], now: Mapping[str, object], *questions:
 
 
 def cell_config(config: Mapping[str, object]) -> dict[str, object]:
-    """What two runs of one cell share: `settings(config, "cell")`, evaluation batches counted in rows."""
+    """The settings that two runs of one cell share: `settings(config, "cell")`, with evaluation batches counted in rows."""
     out = settings(config, "cell")
     if out.get("task.seed") == config.get("seed"):
         out.pop("task.seed", None)
+    if out.get("callbacks.solved.patience") is None:  # no run is ended
+        out = {key: value for key, value in out.items() if not key.startswith("callbacks.solved.")}
     for split in ("val", "test"):
         limit = out.get(f"trainer.limit_{split}_batches")
         if isinstance(limit, int):
@@ -97,9 +100,10 @@ def cell_config(config: Mapping[str, object]) -> dict[str, object]:
 
 
 def checkpoint_mark(path: Path) -> str:
-    """What a checkpoint holds, wherever it lies: the checksums that torch keeps with its tensors, read in milliseconds.
+    """Identifies the content of a checkpoint, wherever the file is: the checksums that torch stores beside its tensors. They
+    are read in milliseconds.
 
-    For a file that is no archive its size and the time of its last change; "missing" where there is none.
+    For a file that is not a zip archive, its size and the time of its last change; "missing" if there is no file.
     """
     try:
         with zipfile.ZipFile(path) as archive:

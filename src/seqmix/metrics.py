@@ -1,10 +1,10 @@
-"""What is measured on predictions, over scored positions only (targets other than -100).
+"""Metrics of predictions, over scored positions only (targets other than -100).
 
     loss               Σ -log p(target) / number of scored tokens            nats per token
-    token_accuracy     right tokens / scored tokens
-    sequence_accuracy  rows whose scored tokens are all right / rows that have any
-    perplexity         exp(loss): of the mean, never a mean of exponentials
-    bits_per_byte      Σ -log2 p(target) / bytes the targets stand for       where the task knows its bytes
+    token_accuracy     correct tokens / scored tokens
+    sequence_accuracy  rows whose scored tokens are all correct / rows with at least one scored token
+    perplexity         exp(loss): the exponential of the mean, not a mean of exponentials
+    bits_per_byte      Σ -log2 p(target) / bytes that the targets encode     if the task knows the bytes of its tokens
 
 Sums and counts are kept and divided once at the end, so a value does not depend on how the rows were batched.
 """
@@ -22,10 +22,10 @@ IGNORE = -100
 
 
 class ScoredTokens(Metric):
-    """Sums over scored tokens; `compute` gives the values above by name, over all ranks.
+    """Sums over scored tokens; `compute` returns the values above by name, over all ranks.
 
-    token_bytes: (V,) bytes per token, or None. saved: the sums go into checkpoints; for those that span many steps.
-    The sums stay at one address, which a captured step writes to: they are updated and reset in place.
+    token_bytes: (V,) bytes per token, or None. saved: checkpoints contain the sums, for sums that span several steps.
+    A captured step writes to fixed addresses, so the sums are updated and reset in place.
     """
 
     full_state_update = False
@@ -33,12 +33,12 @@ class ScoredTokens(Metric):
     def __init__(self, token_bytes: Tensor | None = None, saved: bool = False):
         super().__init__(sync_on_compute=False, compute_with_cache=False)
         self.add_state("loss_sum", torch.zeros((), dtype=torch.float64), persistent=saved)
-        # scored tokens, right ones, rows that have any, rows all right, bytes
+        # scored tokens, correct tokens, rows with a scored token, rows that are all correct, bytes
         self.add_state("counts", torch.zeros(5, dtype=torch.int64), persistent=saved)
         self.register_buffer("token_bytes", token_bytes, persistent=False)
 
     def update(self, losses: Tensor, right: Tensor, targets: Tensor) -> None:
-        """losses (B, L), 0 where nothing is scored; right (B, L) bool, False there; targets (B, L)."""
+        """losses (B, L), 0 where nothing is scored; right (B, L) bool, correct predictions, False there; targets (B, L)."""
         scored = targets != IGNORE  # (B, L)
         tokens, tokens_right = scored.sum(-1), right.sum(-1)  # (B,)
         rows = tokens.clamp(max=1)  # 1 where any is scored

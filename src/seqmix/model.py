@@ -1,18 +1,19 @@
 """The one backbone: embedding, pre-norm residual blocks, norm, tied head. It names no architecture.
 
-    x = E[tokens]                               (B, L, D), float32 whatever the precision of the rest
+    x = E[tokens]                               (B, L, D), float32 even if the rest has a lower precision
     x = x + mixer(norm(x))                      along time
-    x = x + channel_mixer(norm(x))              across channels, where the block has one
+    x = x + channel_mixer(norm(x))              across channels, if the block has a channel mixer
     logits = norm(x) Eᵀ                         (B, L, V)
 
-An addition and the norm after it are one operator (seqmix_kernels/add_rms_norm), so x is handed on beside the y that is
-still to be added to it.
+An addition and the norm after it are one fused operator (seqmix_kernels/add_rms_norm). So blocks pass on two tensors: x, and
+a y that is still to be added to it.
 
-Initialisation. Each part initialises its own parameters where it makes them; nothing walks the finished model, so what
-a mixer set (a step size's bias, a spectrum) stays set. The backbone adds two things:
+Initialisation. Each part initialises its own parameters where it makes them. No later pass over the whole model overwrites
+what a mixer has set (the bias of a step size, a spectrum). The backbone adds two things:
 
-    E                                           N(0, 0.02²)
-    out_proj.weight of every mixer              over √(number of residual additions), as GPT-2 (Radford et al. 2019, §2.3)
+    E                                           is drawn from N(0, 0.02²)
+    out_proj.weight of every mixer              is divided by √(number of residual additions), as in GPT-2 (Radford et al.
+                                                2019, §2.3)
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ ModelState = tuple[State, ...]  # one per block
 
 
 class AddNorm(nn.RMSNorm):
-    """x, y -> x + y and its norm; y None adds nothing. The norm comes in the autocast dtype, without autocast in that of its
-    weight: so a model cast whole, `model.to(torch.bfloat16)`, runs in 16 bits. The sum stays in the dtype of x."""
+    """x, y -> x + y and its norm; y None adds nothing. The norm has the autocast dtype, or without autocast the dtype of its
+    weight, so that a model cast by `model.to(torch.bfloat16)` runs in 16 bits. The sum has the dtype of x."""
 
     def forward(self, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
         return add_rms_norm(x, y, self.weight, self.eps)
 
 
 class Block(nn.Module):
-    """Residual block: a mixer along time and, where given, a mixer across channels.
+    """Residual block: a mixer along time and, if given, a mixer across channels.
 
-    Takes the residual stream x (..., D) and a y (..., D), or None, that is still to be added to it; returns both after it.
+    Takes the residual stream x (..., D), and y (..., D) or None, which is still to be added to x. Returns a new such pair.
     """
 
     def __init__(self, d_model: int, mixer: Mixer, channel_mixer: nn.Module | None = None, dropout: float = 0.0):
@@ -84,7 +85,7 @@ class Block(nn.Module):
 class SequenceModel(nn.Module):
     """A stack of blocks over tokens.
 
-    vocab_size, d_model, n_layer: sizes. mixer, channel_mixer: called with `d_model=`, once a block, to make its parts.
+    vocab_size, d_model, n_layer: sizes. mixer, channel_mixer: called with `d_model=`, once per block, to make its parts.
     Tokens are (B, L) int64; logits (B, L, V) in the dtype of the autocast region, or of the parameters.
     """
 
@@ -118,7 +119,7 @@ class SequenceModel(nn.Module):
         return self.head(self.hidden(tokens))
 
     def hidden(self, tokens: Tensor) -> Tensor:
-        """tokens (B, L) -> what the head reads (B, L, D)."""
+        """tokens (B, L) -> the input of the head (B, L, D)."""
         x, y = self._embed(tokens), None  # (B, L, D)
         for block in self.blocks:
             x, y = block(x, y)
@@ -132,7 +133,7 @@ class SequenceModel(nn.Module):
         return F.linear(h, E)
 
     def score(self, tokens: Tensor, targets: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
-        """How well each next token is predicted, in less memory than logits take.
+        """The loss of each prediction, and whether it is correct, in less memory than the logits would take.
 
         tokens, targets (B, L) -> losses (B, L), float32, nats, 0 where a target is ignore_index; right (B, L) bool: whether
         the target has the largest logit, False where it is ignore_index.
@@ -151,7 +152,7 @@ class SequenceModel(nn.Module):
         return self.head(self.norm(x, y)[1]), state
 
     def prefill_last(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
-        """As `prefill`, but the logits of the last token alone (B, V): all that generating needs of a prompt. L >= 1."""
+        """As `prefill`, with logits (B, V) for the last token only, which is all that generation needs of a prompt. L >= 1."""
         x, y, state = self._take_in(tokens, state)
         return self.head(self.norm(x[:, -1], y[:, -1])[1]), state
 
@@ -165,17 +166,18 @@ class SequenceModel(nn.Module):
         return self.head(self.norm(x, y)[1]), tuple(after)
 
     def kernels_used(self, batch: int, length: int, device: torch.device | None = None) -> dict[str, str]:
-        """What computes each operator over (batch, length) tokens under the autocast and gradient mode of the caller, and why.
+        """Operator -> the implementation that (batch, length) tokens would run under the caller's autocast and gradient mode,
+        and the reason for it.
 
-        device: where it would run; None: where the parameters are. Nothing is run, but "auto" may measure on a GPU. ValueError
-        where what was asked for by name cannot run.
+        device: None takes that of the parameters. The model does not run, but "auto" may measure implementations on a GPU.
+        ValueError if an implementation that was chosen by name cannot run.
         """
         E = self.embedding.weight
         device, dtype = device or E.device, E.dtype
         if dtype != torch.float64 and torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)
         number = torch.empty((), dtype=dtype, device=device, requires_grad=torch.is_grad_enabled())
-        x = number.expand(batch, length, E.shape[1])  # one number: what is in it is not looked at
+        x = number.expand(batch, length, E.shape[1])  # one element: only its metadata is read
         used = {op: what for block in self.blocks for op, what in block.mixer.kernels_used(x).items()}
         own = {
             "embedding": lookup.which_impl(E if device == E.device else x[0]),
@@ -195,12 +197,12 @@ class SequenceModel(nn.Module):
     ) -> Tensor:
         """tokens (B, L), L >= 1 -> (B, L + max_new_tokens): the prompt and its continuation.
 
-        temperature 0 takes the largest logit; top_k keeps the k largest (all, where k exceeds V). Sampling is in
-        float32 from `generator`. The mode of each part is put back as it was. ValueError for an empty prompt, a negative
-        count or temperature, and for logits that are not finite.
+        temperature 0 takes the largest logit; top_k keeps the k largest (all, if k exceeds V). Sampling is in float32, from
+        `generator`. The model runs in eval mode, and each module's mode is restored afterwards. ValueError for an empty
+        prompt, a negative count or temperature, and for logits that are not finite.
         """
         if tokens.ndim != 2 or tokens.shape[1] == 0:
-            raise ValueError(f"generate needs a prompt of at least one token a row, got shape {tuple(tokens.shape)}")
+            raise ValueError(f"generate needs a prompt of at least one token per row, got shape {tuple(tokens.shape)}")
         if max_new_tokens < 0:
             raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
         if temperature < 0:
@@ -225,7 +227,7 @@ class SequenceModel(nn.Module):
         return torch.cat(out, dim=1)
 
     def _take_in(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, Tensor | None, ModelState]:
-        """tokens (B, L) -> the residual stream (B, L, D), what is to be added to it, and the state after them."""
+        """tokens (B, L) -> the residual stream (B, L, D), what is still to be added to it, and the state after them."""
         x, y = self._embed(tokens), None  # (B, L, D)
         after = []
         for block, block_state in zip(self.blocks, state, strict=True):
@@ -246,8 +248,8 @@ class SequenceModel(nn.Module):
 
 
 def aligned_product(x: Tensor, E: Tensor) -> Tensor:
-    """x Eᵀ, (B, V) or (B, L, V) as x has axes, as a view of something whose rows are multiples of 16 bytes. To any other cuBLAS
-    has only its slowest kernels: at V = 50277 the three products of training took 30 ms of an H200, with this 5."""
+    """x Eᵀ for x (B, D) or (B, L, D), as a view of a tensor whose rows are multiples of 16 bytes. For other row lengths cuBLAS
+    only has its slowest kernels: at V = 50277 the three products of training took 30 ms on an H200, and 5 ms this way."""
     V = len(E)
     if x.ndim == 3:
         return F.linear(x, F.pad(E, (0, 0, 0, -V % 64)))[..., :V]
@@ -255,11 +257,11 @@ def aligned_product(x: Tensor, E: Tensor) -> Tensor:
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """logits (B, V) -> one token a row (B,)."""
+    """logits (B, V) -> one token per row (B,)."""
     logits = logits.float()
     if not torch.isfinite(logits).all():
-        raise ValueError("the model's logits are not finite: nothing can be sampled from them")
-    if temperature < 1e-6:  # dividing by less would overflow; the limit is the largest logit
+        raise ValueError("the model's logits are not finite, so no token can be sampled from them")
+    if temperature < 1e-6:  # dividing by less could overflow; in the limit the largest logit wins
         return logits.argmax(-1)
     logits = logits / temperature
     if top_k is not None and top_k < logits.shape[-1]:

@@ -20,13 +20,14 @@ log = logging.getLogger(__name__)
 
 
 class SequenceModule(L.LightningModule):
-    """model: see SequenceModel. optimizer: called with parameter groups; scheduler: with the optimizer.
+    """model: see SequenceModel. optimizer: called with the parameter groups. scheduler: called with the optimizer.
 
     Batches are (inputs (B, L), targets (B, L)), targets -100 where nothing is scored; each is one optimizer step (step.py).
     The loss is summed over the scored tokens of the step, over micro-batches and ranks, and divided once by their number.
 
-    micro_batch_size: rows computed at once, None for all of a batch; gradients are the same. gradient_clip_val: largest
-    2-norm of the gradients, None for any. cuda_graph: "auto" replays each step as a CUDA graph where it can, "off" never.
+    micro_batch_size: rows per forward and backward pass, None for the whole batch; the gradients are the same.
+    gradient_clip_val: largest 2-norm of the gradients, None for no limit. cuda_graph: "auto" replays each step as a CUDA
+    graph if it can be captured, "off" never does.
     """
 
     automatic_optimization = False  # Lightning's own loop costs the host a millisecond per step, more than many steps take
@@ -50,13 +51,13 @@ class SequenceModule(L.LightningModule):
         if cuda_graph not in ("auto", "off"):
             raise ValueError(f"cuda_graph must be auto or off, got {cuda_graph!r}")
         self.model = model
-        self.marks = marks_of(model)  # before anything shards it
+        self.marks = marks_of(model)  # sharding drops the marks
         self.make_optimizer = optimizer
         self.make_scheduler = scheduler
         self.micro_batch_size, self.gradient_clip_val, self.cuda_graph = micro_batch_size, gradient_clip_val, cuda_graph
-        self.patience: int | None = None  # with steps that are not finite; a NonFiniteGuard sets it
+        self.patience: int | None = None  # bad steps in a row before an error; NonFiniteGuard sets it
         self.step: TrainingStep | None = None
-        # one metric object per split: a sanity check or an evaluation never leaks into another's sums
+        # one metric object per split, so that no sanity check or evaluation adds to the sums of another
         self.window = ScoredTokens(token_bytes, saved=True)
         self.val_scores = ScoredTokens(token_bytes)
         self.test_scores = ScoredTokens(token_bytes)
@@ -86,7 +87,7 @@ class SequenceModule(L.LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> None:
         if self.step.taken % self.trainer.log_every_n_steps == 0:
-            self.window.reset()  # here, not where it was logged: a checkpoint may be saved before or after that
+            self.window.reset()  # here, not after logging: a checkpoint may be saved before or after it
         self._lr = self.step.optimizer.param_groups[0]["lr"]
         self._steps.increment_ready()
         self.step(*batch)
@@ -96,12 +97,12 @@ class SequenceModule(L.LightningModule):
     def on_train_batch_end(self, outputs: object, batch: object, batch_index: int) -> None:
         step, last = self.step.taken, self.trainer.max_steps
         if step == last:
-            self.trainer.should_stop = True  # as when time is up: Lightning then validates the last weights too
+            self.trainer.should_stop = True  # as at max_time: Lightning then validates the last weights, too
         if step % self.trainer.log_every_n_steps == 0 or step == last:
             self.log_dict({f"train/{name}": value for name, value in self.window.compute().items()} | {"train/lr": self._lr})
 
     def on_train_end(self) -> None:
-        self.step.graphs.clear()  # their memory, and NCCL's communicator, which waits for graphs that use it
+        self.step.graphs.clear()  # frees their memory, and NCCL's communicator, which waits for them
 
     def on_validation_epoch_start(self) -> None:
         self.val_scores.reset()
@@ -122,7 +123,7 @@ class SequenceModule(L.LightningModule):
         self._log_scores("test", self.test_scores)
 
     def configure_model(self) -> None:
-        if self.device_mesh is not None:  # of a strategy that shards: conf/trainer/fsdp.yaml
+        if self.device_mesh is not None:  # set by a strategy that shards (conf/trainer/fsdp.yaml)
             shard(self.model, self.device_mesh["data_parallel"])
 
     def configure_optimizers(self) -> dict:
@@ -133,8 +134,8 @@ class SequenceModule(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
     def _keep_settings(self) -> None:
-        """Rates, decay and schedule are those of this run's config, also where a checkpoint has brought others along: from it
-        come the moments of the optimizer and the number of steps."""
+        """Restore the learning rates, decay and schedule of this run's config if a checkpoint has replaced them. Only the
+        optimizer's moments and the number of steps are taken from a checkpoint."""
         optimizer, scheduler = self.trainer.optimizers[0], self.lr_schedulers()
         changed = {
             f"{key} {group[key]!r} -> {value!r}"
@@ -146,11 +147,11 @@ class SequenceModule(L.LightningModule):
             return
         if not isinstance(scheduler, LambdaLR):
             kind = type(scheduler).__name__
-            raise ValueError(f"a {kind} cannot be resumed with other settings: {', '.join(sorted(changed))}")
+            raise ValueError(f"a run with a {kind} cannot be resumed with other settings: {', '.join(sorted(changed))}")
         scheduler.base_lrs = [own["initial_lr"] for own in self._settings]
         for group, own, factor in zip(optimizer.param_groups, self._settings, scheduler.lr_lambdas, strict=True):
             group.update(own, lr=own["initial_lr"] * factor(scheduler.last_epoch))
-        log.warning("settings that differ from those of the run that is resumed: %s", ", ".join(sorted(changed)))
+        log.warning("settings that differ from those of the resumed run: %s", ", ".join(sorted(changed)))
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         # dropout draws from the global generators: without their states a resumed run would differ
@@ -168,4 +169,4 @@ class SequenceModule(L.LightningModule):
 
 
 def _plain(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value  # of betas a checkpoint makes either
+    return tuple(value) if isinstance(value, list) else value  # a checkpoint may hold betas as either

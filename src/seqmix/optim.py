@@ -1,8 +1,8 @@
 """Parameter groups and learning-rate schedules: the same for every model.
 
-A parameter that wants its own treatment says so where it is made, through `seqmix.mixers.base.no_weight_decay`, which
-leaves one attribute on it; this file is the only reader. Otherwise matrices are decayed, vectors and scalars (norms,
-biases) are not.
+A parameter that needs its own treatment is marked where it is made, by `seqmix.mixers.base.no_weight_decay`, which sets one
+attribute; only this file acts on it. Of the other parameters, matrices are decayed, vectors and scalars (norms, biases) are
+not.
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-Marks = dict[str, dict]  # name of a parameter -> what was declared of it
+Marks = dict[str, dict]  # name of a parameter -> its mark
 
 
 def marks_of(model: nn.Module) -> Marks:
-    """What the parameters of `model` declare. A share of a parameter is a new object and declares nothing: one who shards
-    the model reads the marks before."""
+    """The marks on the parameters of `model`. Read them before sharding, which replaces parameters by new, unmarked ones."""
     return {name: p._optim for name, p in model.named_parameters() if hasattr(p, "_optim")}
 
 
 def param_groups(model: nn.Module, lr: float, weight_decay: float, marks: Marks | None = None) -> list[dict]:
-    """Groups for a torch optimizer, every parameter that is trained in exactly one.
+    """Groups for a torch optimizer; every trained parameter is in exactly one.
 
     A parameter marked with `max_lr` gets min(lr · lr_scale, max_lr) (experiments: S4's A and Δ at 1e-3 at most).
-    marks: None reads those that are on the parameters.
+    marks: None reads them from the parameters.
     """
     if not lr > 0:
         raise ValueError(f"optimizer.lr must be positive, got {lr!r}")
@@ -36,9 +35,9 @@ def param_groups(model: nn.Module, lr: float, weight_decay: float, marks: Marks 
         raise ValueError(f"optimizer.weight_decay must be at least 0, got {weight_decay!r}")
     marks = marks_of(model) if marks is None else marks
     plain = {"lr_scale": 1.0, "max_lr": None}
-    # by what parameters are, not by the rates that come out: a run resumed with other rates must have the same groups
+    # grouped by mark, not by the resulting rate: a run resumed with other rates must have the same groups
     groups: dict[tuple[bool, float, float | None], list[nn.Parameter]] = {}
-    for name, parameter in model.named_parameters():  # a tied parameter comes once
+    for name, parameter in model.named_parameters():  # which yields a tied parameter once
         if not parameter.requires_grad:
             continue
         mark = marks.get(name, plain)
@@ -55,7 +54,7 @@ def param_groups(model: nn.Module, lr: float, weight_decay: float, marks: Marks 
 
 
 def make_optimizer(model: nn.Module, optimizer: Callable[..., Optimizer], marks: Marks | None = None) -> Optimizer:
-    """optimizer: a partial of a torch optimizer whose keywords hold `lr`, and `weight_decay` if it decays."""
+    """optimizer: a partial of a torch optimizer with the keyword `lr`, and `weight_decay` if it decays."""
     settings = optimizer.keywords
     return optimizer(param_groups(model, settings["lr"], settings.get("weight_decay", 0.0), marks))
 
@@ -71,8 +70,8 @@ def cosine(optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, final:
         raise ValueError(f"scheduler.final must lie in [0, 1], got {final!r}")
     if total_steps < 0:
         raise ValueError(
-            f"scheduler=cosine ends at trainer.max_steps, which is {total_steps}: set it, or take scheduler=constant, "
-            "which does not depend on the end"
+            f"scheduler=cosine ends at trainer.max_steps, which is {total_steps}: set it, or use scheduler=constant, "
+            "which does not depend on it"
         )
     factor = partial(_factor, warmup_steps=_checked(warmup_steps), total_steps=total_steps, final=final)
     return LambdaLR(optimizer, factor)

@@ -1,9 +1,9 @@
-"""Lightning, imported without what a run does not use; train.py, the benchmark and the tests import this before it.
+"""Imports Lightning without the modules that a run does not use. train.py, the benchmark and the tests import this first.
 
 Lightning needs two classes of torchmetrics, whose __init__ imports all of its metrics, and with them scipy, torchvision and
-transformers where they are installed: seconds. That __init__ runs when anything but these two classes is asked for.
-Lightning also imports torch._dynamo (a second), Triton and matplotlib for names that it uses in few runs; such a module is
-imported when one of its names is used.
+transformers if these are installed. This takes seconds, so that __init__ is postponed until another name than these two is
+used. Lightning also imports torch._dynamo (which takes a second), Triton and matplotlib for names that few runs use; such a
+module is imported when one of its names is used.
 """
 
 import importlib
@@ -21,7 +21,7 @@ POSTPONED = ("torch._dynamo", "torch.utils.flop_counter", "torchmetrics.utilitie
 
 
 class _Torchmetrics(ModuleType):
-    """The package torchmetrics, whose __init__ has not run."""
+    """The package torchmetrics before its __init__ has run."""
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
@@ -35,7 +35,7 @@ class _Torchmetrics(ModuleType):
 
 
 class _Postponed(ModuleType):
-    """Stands for a module while Lightning is imported."""
+    """Replaces a module while Lightning is imported."""
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
@@ -44,7 +44,7 @@ class _Postponed(ModuleType):
 
 
 class _PostponedName(type):
-    """A function or class of a postponed module, which a call imports; without the module nothing is its instance."""
+    """A function or class of a postponed module. A call imports the module; until then nothing is an instance of it."""
 
     def __call__(cls, *args, **kwargs):
         return cls._real()(*args, **kwargs)
@@ -59,7 +59,8 @@ class _PostponedName(type):
 
 
 def _as_it_is(function: Callable | None = None, **_: object) -> Callable:
-    """For torch.compiler.disable, which imports torch._dynamo: Lightning puts it on a method that no model here calls."""
+    """Replaces torch.compiler.disable, which imports torch._dynamo. Lightning decorates one method with it, which no model
+    here calls."""
     return _as_it_is if function is None else function
 
 

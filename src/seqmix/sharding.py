@@ -1,7 +1,7 @@
-"""A run spread over several ranks: replicas of the whole model (data parallelism), or shares of it (FSDP2).
+"""Training on several ranks: replicas of the whole model (data parallelism), or shards of it (FSDP2).
 
-Fully sharded: each rank keeps a share of every parameter, gradient and optimizer state. A block's parameters are gathered
-when it runs and let go after it (Zhao et al. 2023, "PyTorch FSDP"; torch's `fully_shard`). Parameters keep their names and
+Under FSDP2 each rank keeps a shard of every parameter, gradient and optimizer state. The parameters of a block are gathered
+before it runs and freed after it (Zhao et al. 2023, "PyTorch FSDP"; torch's `fully_shard`). Parameters keep their names and
 their dimensions, so decay by dimension and checkpoints stay as they are.
 """
 
@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 class Replicas(DDPStrategy):
-    """The whole model on each rank. The step itself adds the gradients up (step.py), in its CUDA graph where it has one: so
-    there is no DistributedDataParallel around the model, whose hooks and buckets would do the same from the host."""
+    """The whole model on each rank. The step itself sums the gradients (step.py), inside its CUDA graph if it has one. So the
+    model is not wrapped in DistributedDataParallel, whose hooks and buckets would do the same from the host."""
 
     def configure_ddp(self) -> None:
         with torch.no_grad():
@@ -25,17 +25,17 @@ class Replicas(DDPStrategy):
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Share `model` out over the ranks of `mesh`, block by block; in place, once: a second call does nothing.
+    """Shard `model` over the ranks of `mesh`, block by block and in place. A second call does nothing.
 
-    model: its `blocks` are the units; they and the model have their other ways in beside `forward`.
+    Each of the model's `blocks` is a unit, and so is the rest. Calls of their methods beside `forward` gather, too.
     """
-    from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method  # half a second
+    from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method  # takes half a second
 
     if isinstance(model, FSDPModule):
         return
-    units = [*model.blocks, model]  # the last takes what is left: embedding, final norm
+    units = [*model.blocks, model]  # the last takes the rest: embedding, final norm
     for unit in units:
         fully_shard(unit, mesh=mesh)
-        for method in ("score", "init_state", "prefill", "prefill_last", "step"):  # they gather, too
+        for method in ("score", "init_state", "prefill", "prefill_last", "step"):
             if hasattr(unit, method):
                 register_fsdp_forward_method(unit, method)

@@ -1,7 +1,7 @@
-"""What the thing behind a `_target_` takes, read from its signature: the names of its arguments, and their types.
+"""The arguments that a `_target_` takes, with their types, read from its signature.
 
-A config is held to it before anything is built, so that a key that nothing reads and a value of a wrong type are refused in one
-line that names the key, whatever the thing itself would have said.
+A config is checked against them before anything is built, so that a key that nothing reads and a value of a wrong type are
+refused in one line that names the key, instead of by an error of the target.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
-SPECIAL = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")  # of Hydra's instantiate
-# what the plugins that Hydra loads from elsewhere are installed with
+SPECIAL = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")  # keys that Hydra's instantiate reads itself
+# the extra that installs each of Hydra's optional plugins
 EXTRAS = {"hydra_plugins.hydra_optuna_sweeper": "sweep", "hydra_plugins.hydra_submitit_launcher": "cluster"}
 
 
@@ -31,9 +31,9 @@ class Parameter(typing.NamedTuple):
 
 @functools.cache
 def parameters(target: str) -> dict[str, Parameter]:
-    """The arguments that the thing of a dotted path takes by name, with ANY among them if it takes any name.
+    """The keyword arguments of the class or function at a dotted path, with ANY among them if it takes any name.
 
-    ValueError if there is no such thing.
+    ValueError if nothing is there.
     """
     thing = locate(target)
     try:
@@ -42,7 +42,7 @@ def parameters(target: str) -> dict[str, Parameter]:
         return {ANY: Parameter(Any, None)}
     try:
         hints = typing.get_type_hints(thing.__init__ if inspect.isclass(thing) else thing)
-    except (NameError, TypeError, AttributeError):  # a name that is imported for type checkers alone
+    except (NameError, TypeError, AttributeError):  # a name that is only imported for type checkers
         hints = {}
     by_name = (p for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
     takes = {p.name: Parameter(hints.get(p.name, Any), p.default) for p in by_name}
@@ -50,14 +50,14 @@ def parameters(target: str) -> dict[str, Parameter]:
 
 
 def locate(target: str) -> Callable:
-    """The class or function of a dotted path. ValueError, with the nearest name or the extra to install, if there is none."""
+    """The class or function at a dotted path. ValueError, with the nearest name or the extra to install, if there is none."""
     parts = target.split(".")
     for n in range(len(parts) - 1, 0, -1):
         module = ".".join(parts[:n])
         try:
             thing = import_module(module)
         except ImportError as error:
-            if error.name and module.startswith(error.name) and n > 1:  # it is no module: look one level up
+            if error.name and module.startswith(error.name) and n > 1:  # not a module: look one level up
                 continue
             raise ValueError(f"_target_={target}: {error}{_install(target)}") from error
         for i, name in enumerate(parts[n:], n):
@@ -68,7 +68,7 @@ def locate(target: str) -> Callable:
         if not callable(thing):
             raise ValueError(f"_target_={target} is {thing!r}, which cannot be called")
         return thing
-    raise ValueError(f"_target_={target} is no dotted path of a class or function")
+    raise ValueError(f"_target_={target} is not the dotted path of a class or function")
 
 
 def _install(target: str) -> str:
@@ -76,13 +76,13 @@ def _install(target: str) -> str:
 
 
 def check(config: Mapping, key: str) -> None:
-    """ValueError, with the whole key, where a resolved config asks a target for what it does not take; targets within it too.
+    """ValueError, with the whole key, if a resolved config or a nested one gives its target an argument that it does not take.
 
-    key: where the config stands in the whole, dotted.
+    key: the dotted key of this config within the whole.
     """
     target = config.get("_target_")
     if isinstance(target, str):
-        parameters(target)  # it is there
+        parameters(target)  # raises if the target does not exist
     for name, value in config.items():
         if isinstance(target, str) and not config.get("_args_") and name not in SPECIAL:
             check_argument(target, f"{key}.{name}", value)
@@ -91,7 +91,7 @@ def check(config: Mapping, key: str) -> None:
 
 
 def check_argument(target: str, key: str, value: Any) -> None:
-    """ValueError where a target does not take the last part of `key` as an argument, or not this value for it."""
+    """ValueError if a target does not take the last part of `key` as an argument, or does not take this value for it."""
     name, takes = key.rpartition(".")[2], parameters(target)
     if not {name, ANY} & takes.keys():
         raise ValueError(f"{key}: {target} takes no {name}{nearest(name, takes) or '; it takes ' + ', '.join(takes)}")
@@ -110,7 +110,7 @@ def _children(value: Any, key: str) -> Iterable[tuple[str, Mapping]]:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value that YAML can hold is of a type. A nested target is taken for what it makes, an unknown type for any."""
+    """Whether a value from YAML is of type `hint`. A nested target fits every type, and every value fits an unknown type."""
     if isinstance(value, Mapping) and "_target_" in value:
         return True
     kind, of = typing.get_origin(hint) or hint, typing.get_args(hint)
@@ -126,7 +126,7 @@ def fits(value: Any, hint: Any) -> bool:
         return type(value) is kind
     if kind is Any or not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
         return True
-    if isinstance(value, str):  # a path, the name of a device and the like; never the list of its letters
+    if isinstance(value, str):  # a path or the name of a device, for example; but not a sequence of its characters
         return kind is not Callable and not issubclass(kind, Iterable)
     if isinstance(value, list):
         if kind is tuple and of and of[-1] is not Ellipsis:
@@ -137,7 +137,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def words(hint: Any) -> str:
-    """A type as it is written in code, without its modules."""
+    """A type as it is written in code, without module names."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return " | ".join(dict.fromkeys(words(part) for part in typing.get_args(hint)))
     if typing.get_origin(hint) is typing.Literal:
@@ -153,7 +153,7 @@ def show(value: Any) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """`; the nearest is 'x'`: the name most like it, or one whose last part is; "" where there is none."""
+    """`; the nearest is 'x'`, where x is the most similar name or has the most similar last part; "" if none is similar."""
     whole = {n: n for n in names}
     last = {n.rsplit(".", 1)[-1]: n for n in reversed(whole)}
     for candidates, word, cutoff in ((whole, name, 0.75), (last, name.rsplit(".", 1)[-1], 0.7), (whole, name, 0.5)):

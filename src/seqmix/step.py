@@ -1,14 +1,13 @@
-"""One optimizer step, from a batch to new weights, on the device alone.
+"""One optimizer step, from a batch to new weights; with a fused optimizer the host never waits for the device.
 
     total  =  scored tokens of the step, over micro-batches and ranks
-    loss   =  Σ losses / total                          one micro-batch after another, gradients added up
-    norm   =  ‖gradients‖, and clipped to gradient_clip_val
+    loss   =  Σ losses / total                          one micro-batch after another, gradients accumulated
+    norm   =  ‖gradients‖, which are clipped to gradient_clip_val
     bad    =  loss or norm is not finite                the optimizer then leaves weights and its state as they are
 
-Nothing in it waits for the device, so on a GPU the whole step is captured as one CUDA graph after a few eager steps and
-replayed from then on. A step of a small model is some three hundred kernels of a few microseconds each, which the host
-needs ten times as long to launch one by one. Eager and replayed steps are the same kernels in the same order: their losses
-and weights are bitwise equal.
+On a GPU the whole step is captured as one CUDA graph after a few eager steps, and replayed from then on. A step of a small
+model is some three hundred kernels of a few microseconds each; to launch them one by one takes the host ten times as long
+as they run. Eager and replayed steps are the same kernels in the same order: their losses and weights are bitwise equal.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from seqmix.measure import all_finite, first_nonfinite
 from seqmix.metrics import IGNORE, ScoredTokens
 
 log = logging.getLogger(__name__)
-WARMUP = 3  # eager steps of a shape before its capture: what is compiled, tuned or allocated once must not be captured
+WARMUP = 3  # eager steps per shape before its capture, which must not contain one-time compilation, tuning or allocation
 
 
 class NonFiniteError(RuntimeError):
@@ -48,13 +47,14 @@ class NonFiniteError(RuntimeError):
 
 
 class TrainingStep:
-    """Called with a batch, it trains `model` by one step.
+    """Each call with a batch trains `model` by one step.
 
-    window: takes the metrics of each step. micro_batch_size: rows computed at once, None: all. gradient_clip_val: None or 0:
-    gradients are not clipped. patience: after so many bad steps in a row nothing is trained any more and `check` raises;
-    None: nobody looks for bad steps, and they spoil the weights. scaler: of float16 gradients, whose overflow is then not a
-    bad step. no_graph: why steps are not to be captured, or None. taken: steps so far. named: the parameters that the
-    optimizer trains; None: those of the model, which FSDP exchanges for whole ones while it computes with them.
+    window: accumulates the metrics of each step. micro_batch_size: rows per forward and backward pass, None for all.
+    gradient_clip_val: None or 0 does not clip. patience: after this many bad steps in a row the weights are no longer
+    changed and `check` raises; None does not look for bad steps, which then spoil the weights. scaler: for float16 gradients,
+    whose overflow is then not a bad step. no_graph: why steps must not be captured, or None. taken: steps so far. named: the
+    parameters that the optimizer trains; None reads them from the model, where FSDP replaces them by gathered ones while it
+    computes.
     """
 
     def __init__(
@@ -76,21 +76,21 @@ class TrainingStep:
         self.scaler = scaler
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.named = named or [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self.judged: list[str] = []  # names of those that have gradients
+        self.judged: list[str] = []  # names of the parameters that have gradients
         self.sharded = hasattr(self.named[0][1], "full_tensor")  # FSDP's own hooks reduce gradients over the ranks
-        # torch's fused optimizers do for its gradient scaler what is wanted here: they scale gradients, and skip a step
+        # torch's fused optimizers can scale gradients and skip a step on the device; torch made this for its gradient scaler
         self.skips_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
         device = next(model.parameters()).device
         self.no_graph = no_graph or self._why_no_graph(device)
         self.first = self.taken = taken
         self.rates = torch.zeros(len(optimizer.param_groups), device=device)  # learning rates of the step, one per group
-        self.bad_steps = torch.zeros((), dtype=torch.int32, device=device)  # in a row; at `patience` it only grows
+        self.bad_steps = torch.zeros((), dtype=torch.int32, device=device)  # in a row; from `patience` on it only grows
         # loss, lr and norms of the last step, or of the one at which patience ran out
         self.report = torch.full((2,), math.nan, device=device)
         self.side = torch.cuda.Stream(device) if self.no_graph is None else None
         self.seen: dict[torch.Size, int] = {}
         self.graphs: dict[torch.Size, Graph] = {}
-        self.captured_bytes = 0  # peak of allocated memory while capturing: what replays need
+        self.captured_bytes = 0  # peak of allocated memory during captures, which is what replays need
         if self.no_graph is not None and device.type == "cuda":
             log.info("each step is launched kernel by kernel, not as one CUDA graph: %s", self.no_graph)
 
@@ -104,9 +104,9 @@ class TrainingStep:
         if self.sharded:
             return "FSDP gathers and frees parameters from the host"
         if not self.skips_itself:
-            return f"{type(self.optimizer).__name__} without fused=true asks the host whether a step is good"
+            return f"the host must decide whether {type(self.optimizer).__name__} without fused=true skips a step"
         if torch.is_anomaly_enabled():
-            return "detect_anomaly looks at each result from the host"
+            return "detect_anomaly checks each result on the host"
         return None
 
     def __call__(self, inputs: Tensor, targets: Tensor) -> None:
@@ -130,12 +130,12 @@ class TrainingStep:
         self.graphs[shape](inputs, targets)
 
     def _take_rates(self) -> None:
-        """The rates stand on the device, where a captured step reads them."""
+        """Copy the learning rates to the device, where a captured step reads them."""
         rates = torch.tensor([group["lr"] for group in self.optimizer.param_groups], dtype=torch.float32)
         self.rates.copy_(rates, non_blocking=True)
 
     def _capture(self, inputs: Tensor, targets: Tensor) -> bool:
-        """Whether the step can be captured. Where a model waits for the device, it cannot, and nothing has run."""
+        """Capture the step; returns whether that worked. It fails if the model waits for the device; nothing has run then."""
         torch.cuda.reset_peak_memory_stats()
         # no tensor outlives a replay, so the graphs of all shapes can share their memory
         pool = next((other.graph.pool() for other in self.graphs.values()), None)
@@ -160,7 +160,7 @@ class TrainingStep:
             losses, right = self.model.score(x, y)  # (B, L) each
             part = (losses.sum(dtype=torch.float64) / total).float()
             loss = loss + part.detach()
-            if self.sharded:  # FSDP takes the mean over the ranks
+            if self.sharded:  # FSDP averages over the ranks
                 part = part * self.world_size
             (part if self.scaler is None else self.scaler.scale(part)).backward()
             self.window.update(losses.detach(), right, y)
@@ -174,17 +174,17 @@ class TrainingStep:
         self.optimizer.zero_grad(set_to_none=True)
 
     def _over_ranks(self, value: Tensor) -> Tensor:
-        """The sum."""
+        """The sum of `value` over the ranks, in place."""
         if self.world_size > 1:
             dist.all_reduce(value)
         return value
 
     def _gradients(self) -> list[Tensor]:
-        """Those there are, added up over the ranks."""
+        """The gradients that exist, summed over the ranks."""
         present = [(name, p) for name, p in self.named if p.grad is not None]
         self.judged, parameters = map(list, zip(*present, strict=True))
         if self.world_size > 1 and not self.sharded:
-            flat = self._over_ranks(torch.cat([p.grad.flatten() for p in parameters]))  # in one message
+            flat = self._over_ranks(torch.cat([p.grad.flatten() for p in parameters]))  # one all-reduce
             for p, gradient in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
                 p.grad = gradient.view_as(p)
         if self.scaler is not None:
@@ -198,12 +198,12 @@ class TrainingStep:
         if self.report.shape != current.shape:  # at the first step
             self.report = current.clone()
         going = self.bad_steps < self.patience
-        finite = (loss if self.scaler is not None else loss + norm) < torch.inf  # NaN is not
+        finite = (loss if self.scaler is not None else loss + norm) < torch.inf  # False for NaN
         self.report.copy_(torch.where(going, current, self.report))
         self.bad_steps.add_(1).masked_fill_(going & finite, 0)
 
     def _update(self, gradients: list[Tensor], norm: Tensor) -> None:
-        """Clips and takes the step; after a bad one weights and the optimizer's state are as before."""
+        """Clip the gradients and step the optimizer; a bad step leaves the weights and the optimizer's state unchanged."""
         skip = None if self.patience is None else self.bad_steps.clamp(max=1).float()
         if self.scaler is not None:
             overflow = 1.0 - (norm < torch.inf).float()
@@ -223,7 +223,7 @@ class TrainingStep:
 
     @contextlib.contextmanager
     def _rates_on_device(self) -> Iterator[None]:
-        """An optimizer that can be captured reads its rates there, eager steps included; for others a rate is a number."""
+        """An optimizer that can be captured reads its rates from the device, in eager steps too; others take numbers."""
         if not self.skips_itself:
             yield
             return
@@ -233,20 +233,20 @@ class TrainingStep:
         for group, rate in zip(groups, self.rates.unbind(), strict=True):
             group["lr"] = rate
             if "capturable" in group:
-                group["capturable"] = capturing  # a fused optimizer is; torch wants to be told, and warns outside of captures
+                group["capturable"] = capturing  # torch requires it in a capture, and warns elsewhere
         yield
         for group, values in zip(groups, kept, strict=True):
             group.update(values)
 
-    # What the host asks
+    # Checks on the host
 
     def check(self) -> None:
-        """NonFiniteError where patience with bad steps has run out. Waits for the device."""
+        """Raise NonFiniteError if `patience` bad steps came in a row. Waits for the device."""
         if self.patience is not None and (bad := int(self.bad_steps)) >= self.patience:
             raise self._error(self.taken - 1 - (bad - self.patience))
 
     def check_weights(self) -> None:
-        """NonFiniteError where a weight is not finite: finite gradients may still lead there. Waits for the device."""
+        """Raise NonFiniteError if a weight is not finite, which finite gradients can cause, too. Waits for the device."""
         fine = all_finite([p.detach() for _, p in self.named]).to(self.rates)
         if float(self._over_ranks(fine)) < self.world_size:
             raise self._error(self.taken)
@@ -254,7 +254,7 @@ class TrainingStep:
     def _error(self, step: int) -> NonFiniteError:
         loss, lr, *norms = self.report.tolist()
         broken = [name for name, norm in zip(self.judged, norms, strict=True) if not norm < math.inf]
-        suspects = (  # a bad parameter makes the loss bad, a bad loss the gradients
+        suspects = (  # causes first: a bad parameter makes the loss bad, and a bad loss the gradients
             ("parameter", first_nonfinite(self.named)),
             ("the", None if math.isfinite(loss) else "loss"),
             ("gradient of", broken[0] if broken else None),

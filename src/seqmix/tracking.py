@@ -1,8 +1,8 @@
-"""Where a run's numbers go: metrics.csv in its folder, always; wandb beside it, if asked for.
+"""Loggers: every run writes metrics.csv in its folder; with logger=wandb it also logs to wandb.
 
-The local file is what the report reads; wandb is a copy. So a failing wandb never stops a run, and a failing disk does.
-What leaves the machine through wandb is what is listed here and no more: the resolved config, metrics, tables, GPU and
-CPU load, the commit and the diff of tracked files. No environment variables, keys, host or user names, home paths.
+The report reads the local file; wandb has a copy. So a failing wandb never stops a run, but a failing disk does.
+Only the following leaves the machine through wandb: the resolved config, metrics, tables, GPU and CPU load, the commit and
+the diff of tracked files. Environment variables, keys, host and user names, and home paths do not.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from lightning.pytorch.utilities import rank_zero_only
 
 log = logging.getLogger(__name__)
 
-STEP = "trainer/global_step"  # the x-axis of every chart; what Lightning's logger calls it
-# what the summary of a run keeps of each curve; names are spelled out, wandb takes no `*/loss`
+STEP = "trainer/global_step"  # the x-axis of every chart, under the name that Lightning's logger gives it
+# the value of each curve that wandb's summary keeps; each name is spelled out because wandb takes no `*/loss`
 BEST = {
     f"val/{name}": keep
     for name, keep in {
@@ -48,16 +48,16 @@ MAX_DIFF_BYTES = 2**20
 
 
 class CSVLogger(L.pytorch.loggers.CSVLogger):
-    """`<save_dir>/metrics.csv`: a row a logging step, a column a metric, `step` counting from 0.
+    """`<save_dir>/metrics.csv`: one row per logging step, one column per metric; `step` counts from 0.
 
-    A run that goes on in its own folder goes on in its file: what it logs again replaces that metric's values from that
-    step on, the rest stays. ValueError, which names file and line, where a row of that file has no step.
+    A run that resumes in its own folder continues its file: when it logs a metric again, it replaces that metric's values
+    from that step on, and keeps the rest. ValueError, with file and line, if a row of the file has no step.
     """
 
     def __init__(self, save_dir: str | os.PathLike):
         super().__init__(save_dir=save_dir, name="", version="")
         if (path := Path(save_dir) / "metrics.csv").exists():
-            _read_rows(path)  # now, while an error in it costs nothing
+            _read_rows(path)  # reports an error in it before training
 
     @property
     @rank_zero_experiment
@@ -68,18 +68,18 @@ class CSVLogger(L.pytorch.loggers.CSVLogger):
 
     @rank_zero_only
     def log_hyperparams(self, params: Mapping) -> None:
-        """Nothing: the config is in .hydra/config.yaml."""
+        """Write nothing, because .hydra/config.yaml has the config."""
 
 
 class _MetricsFile(ExperimentWriter):
     def __init__(self, log_dir: str):
         super().__init__(log_dir)
-        self._replaced: set[str] = {"step", "epoch"}  # metrics whose earlier values from here on are gone
+        self._replaced: set[str] = {"step", "epoch"}  # metrics whose earlier values are already replaced
         path = Path(self.metrics_file_path)
         self.metrics_keys = sorted(_read_rows(path)[0]) if path.exists() else []
 
     def _check_log_dir_exists(self) -> None:
-        """Lightning's would delete the file that is there."""
+        """Do nothing: Lightning's method would delete an existing file."""
 
     def log_metrics(self, metrics_dict: Mapping, step: int | None = None) -> None:
         super().log_metrics(metrics_dict, step)
@@ -104,7 +104,8 @@ class _MetricsFile(ExperimentWriter):
 
 
 def _read_rows(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Header and rows, without a last line cut short by a kill. ValueError, which names file and line, for another file."""
+    """Header and rows; an incomplete last line (of a killed run) is skipped. ValueError, with file and line, for a file of
+    another kind."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -125,19 +126,19 @@ def _read_rows(path: Path) -> tuple[list[str], list[dict[str, str]]]:
 
 
 class _Finished(RuntimeError):
-    """Ours to fix: somebody logged after the end."""
+    """A bug in our code: something was logged after the end of the run."""
 
 
 class WandbLogger(L.pytorch.loggers.WandbLogger):
-    """A wandb run in `save_dir`, opened at the first use and closed by `finish(exit_code)` alone.
+    """A wandb run in `save_dir`, which is opened at the first use and closed only by `finish(exit_code)`.
 
-    mode: online, offline, disabled, or auto: WANDB_MODE if set, else online where there is a key (WANDB_API_KEY, or
-    netrc), else offline; it says once which, and why. Nothing ever prompts. If online cannot be reached in
-    `init_timeout` seconds the run goes on offline, with a warning; `wandb sync` uploads it later.
-    project, group, name, tags: as in wandb. run_id: of a run to go on with, or None for a new one.
+    mode: online, offline, disabled, or auto: WANDB_MODE if it is set, else online if there is a key (WANDB_API_KEY, or
+    netrc), else offline. The chosen mode and the reason are logged once. There is never a prompt. If the server cannot be
+    reached within `init_timeout` seconds, the run continues offline, with a warning; `wandb sync` uploads it later.
+    project, group, name, tags: as in wandb. run_id: of the wandb run to resume, or None for a new one.
     log_diff: also upload the diff of tracked files against the commit (`source.diff`, at most 1 MiB).
 
-    ValueError for an unknown mode, for mode=online without a key, and where wandb is not installed.
+    ValueError for an unknown mode, for mode=online without a key, and if wandb is not installed.
     """
 
     def __init__(
@@ -156,7 +157,7 @@ class WandbLogger(L.pytorch.loggers.WandbLogger):
             import wandb  # noqa: F401
         except ImportError as error:
             raise ValueError(
-                f"logger=wandb needs wandb ({error}): pip install wandb, or logger=csv, which writes metrics.csv alone"
+                f"logger=wandb needs wandb ({error}): pip install wandb, or use logger=csv, which only writes metrics.csv"
             ) from error
         super().__init__(name=name, save_dir=save_dir, project=project, version=run_id)
         self.mode, self._why = resolve_mode(mode)
@@ -180,8 +181,8 @@ class WandbLogger(L.pytorch.loggers.WandbLogger):
     def _open(self):
         import wandb
 
-        # a second init would hand back the open run: two jobs of a sweep in one
-        assert wandb.run is None, f"wandb run {wandb.run.id} is still open: finish it before the next"
+        # a second init would return the open run, so that two jobs of a sweep would share it
+        assert wandb.run is None, f"wandb run {wandb.run.id} is still open: finish it before opening another"
         run = None
         while run is None:
             try:
@@ -192,7 +193,7 @@ class WandbLogger(L.pytorch.loggers.WandbLogger):
                 wandb.teardown()
                 failed, self.mode = self.mode, "offline" if self.mode == "online" else "disabled"
                 self._why = f"{failed} failed"
-                log.warning("wandb: not %s (%s); going on %s", failed, _one_line(error), self.mode)
+                log.warning("wandb: mode %s failed (%s); continuing %s", failed, _one_line(error), self.mode)
         run.define_metric(STEP)
         run.define_metric("*", step_metric=STEP, step_sync=True)
         for metric, keep in BEST.items():
@@ -218,13 +219,13 @@ class WandbLogger(L.pytorch.loggers.WandbLogger):
             settings=wandb.Settings(
                 init_timeout=self.init_timeout,
                 login_timeout=1,
-                silent=True,  # what there is to say, `_open` says
-                console="off",  # the terminal holds paths, and control codes of the progress bar
+                silent=True,  # `_open` reports the mode and the address
+                console="off",  # the output contains paths, and control codes of the progress bar
                 save_code=False,
                 disable_code=True,
-                disable_git=True,  # commit and diff are ours to log
+                disable_git=True,  # log_hyperparams logs commit and diff
                 disable_job_creation=True,
-                host="",  # else the machine's name
+                host="",  # by default the name of the machine
                 x_disable_meta=True,
                 x_disable_machine_info=True,
                 x_save_requirements=False,
@@ -234,7 +235,7 @@ class WandbLogger(L.pytorch.loggers.WandbLogger):
 
     @rank_zero_only
     def log_hyperparams(self, params: Mapping) -> None:
-        """The resolved config, once and nested, without secrets and home paths; with it the commit, and the diff."""
+        """Log the resolved config, nested, without secrets and home paths, and with it the commit and the diff."""
         source = source_state()
         config = plain_config(params)
         if source is not None:
@@ -254,21 +255,21 @@ class WandbLogger(L.pytorch.loggers.WandbLogger):
 
     @rank_zero_only
     def log_summary(self, values: Mapping[str, object]) -> None:
-        """Values of the run as a whole. None for what is not finite: dashboards leave a NaN out without a word."""
+        """Log values of the whole run. Non-finite values become None, because dashboards silently omit a NaN."""
         finite = {name: None if _not_finite(value) else value for name, value in values.items()}
         finite = {name: _tidy(value) if isinstance(value, str) else value for name, value in finite.items()}
         self._safely("summary", lambda: self.experiment.summary.update(finite))
 
     @rank_zero_only
     def finish(self, exit_code: int = 0) -> None:
-        """Close the run: 0 is a success, anything else shows as failed. A run never opened is not opened for it."""
+        """Close the run, if it was opened. Exit code 0 is a success; any other shows as failed."""
         run, self._experiment, self._finished = self._experiment, None, True
         if run is not None:
             self._broken = False
-            self._safely("the end", lambda: run.finish(exit_code=exit_code))
+            self._safely("the end of the run", lambda: run.finish(exit_code=exit_code))
 
     def _safely(self, what: str, write: Callable[[], object]) -> None:
-        """A wandb that fails in mid-run (disk full, service gone) costs its copy, not the run."""
+        """Write to wandb; if that fails (disk full, service gone), warn and stop logging to wandb, and let the run continue."""
         if self._broken:
             return
         try:
@@ -277,12 +278,12 @@ class WandbLogger(L.pytorch.loggers.WandbLogger):
             raise
         except Exception as error:
             self._broken = True
-            log.warning("wandb: could not log %s (%s); metrics.csv goes on without it", what, _one_line(error))
+            log.warning("wandb: could not log %s (%s); only metrics.csv is written from here on", what, _one_line(error))
 
 
 @contextlib.contextmanager
 def closing(loggers: Iterable[L.pytorch.loggers.Logger]) -> Iterator[None]:
-    """Finish the wandb runs among `loggers` on the way out: exit code 0, or that of the exception passing through."""
+    """On exit, finish the wandb runs among `loggers`, with exit code 0 or that of the exception that is raised."""
     code = 1
     try:
         yield
@@ -300,7 +301,7 @@ def closing(loggers: Iterable[L.pytorch.loggers.Logger]) -> Iterator[None]:
 
 
 def resolve_mode(mode: str) -> tuple[str, str]:
-    """(online, offline or disabled; the reason), of a configured mode. ValueError as WandbLogger says."""
+    """(online, offline or disabled; the reason) for a configured mode. ValueError as for WandbLogger."""
     modes = ("online", "offline", "disabled")
     if mode == "auto":
         asked = os.environ.get("WANDB_MODE", "").lower()
@@ -310,7 +311,7 @@ def resolve_mode(mode: str) -> tuple[str, str]:
         if asked == "online" and not has_key():
             return "offline", "WANDB_MODE is online, but there is no key"
         if asked:
-            return asked, "by WANDB_MODE"
+            return asked, "set by WANDB_MODE"
         return ("online", "a key was found") if has_key() else ("offline", "there is no key")
     if mode not in modes:
         raise ValueError(f"wandb mode must be auto, {', '.join(modes)}, got {mode!r}")
@@ -320,7 +321,7 @@ def resolve_mode(mode: str) -> tuple[str, str]:
 
 
 def has_key() -> bool:
-    """Whether wandb can log in without asking: WANDB_API_KEY, WANDB_IDENTITY_TOKEN_FILE, or its host in netrc."""
+    """Whether wandb can log in without a prompt: by WANDB_API_KEY, WANDB_IDENTITY_TOKEN_FILE, or its host in netrc."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     import wandb
@@ -337,9 +338,9 @@ def has_key() -> bool:
     return False
 
 
-# What is said about a run
+# Config and source
 
-# a key called so holds a secret; whole words, as n_tokens, vocab_key and pad_token hold none
+# keys with these names hold secrets; whole words are matched, since n_tokens, vocab_key and pad_token hold none
 SECRET_NAME = re.compile(
     r"(^|_)(api_?key|access_?key|secret(_key)?|password|passwd|credentials?)$|^(hf|auth|access|api)_token$"
 )
@@ -348,10 +349,10 @@ HIDDEN = "<hidden>"
 
 
 def plain_config(config: Mapping) -> dict:
-    """A copy in plain nested dicts, lists, numbers and strings: no secret, the home directory written `~`.
+    """A copy in plain nested dicts, lists, numbers and strings, with secrets hidden and the home directory written as `~`.
 
-    A secret is a text under a key that names one, or the value of an environment variable that does. ValueError for a
-    key with a dot: it would show beside its nested twin.
+    A secret is a text whose key is named like a secret, or one that contains the value of an environment variable that is.
+    ValueError for a key with a dot, which wandb would show beside the nested key of the same name.
     """
     secrets = {value for name, value in os.environ.items() if SECRET_VARIABLE.search(name) and len(value) >= 8}
     return {key: _plain(key, value, secrets) for key, value in _items(config)}
@@ -360,7 +361,7 @@ def plain_config(config: Mapping) -> dict:
 def _items(config: Mapping) -> Iterator[tuple[str, object]]:
     for key, value in config.items():
         if "." in str(key):
-            raise ValueError(f"config key {key!r} has a dot; give nested mappings")
+            raise ValueError(f"config key {key!r} has a dot; use nested mappings instead")
         yield str(key), value
 
 
@@ -392,9 +393,9 @@ class SourceState(NamedTuple):
 
 
 def source_state(file: Path = Path(__file__)) -> SourceState | None:
-    """The commit that `file` belongs to and what was changed since, or None where it is tracked by no git repository.
+    """The commit that `file` belongs to and the changes since, or None if no git repository tracks `file`.
 
-    An installed package may lie inside somebody else's repository: hence tracked, not just inside.
+    It is not enough that the file lies inside a repository: an installed package may lie inside a foreign one.
     """
     folder = file.resolve().parent
     try:
@@ -410,7 +411,7 @@ def source_state(file: Path = Path(__file__)) -> SourceState | None:
 
 
 def source_facts(source: SourceState | None) -> dict[str, str | None] | None:
-    """What tells two versions of the code apart: the commit, and the hash of what differs from it (None: nothing)."""
+    """What distinguishes two versions of the code: the commit, and the hash of the diff against it (None: no diff)."""
     if source is None:
         return None
     diff = hashlib.sha256(source.diff.encode()).hexdigest()[:16] if source.diff else None

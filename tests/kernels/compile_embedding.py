@@ -8,6 +8,7 @@ import sys
 
 import torch
 from compile_scan import build, record, report
+from extent import some
 
 from seqmix_kernels import fused_rowwise
 from seqmix_kernels.embedding import fused
@@ -19,7 +20,7 @@ CASES = [  # T, V, D, dtype
 
 
 def main(arch):
-    for T, V, D, dtype in CASES:
+    for T, V, D, dtype in some(CASES):
         tokens, weight = torch.zeros(T, dtype=torch.int64), torch.zeros(V, D, dtype=getattr(torch, dtype))
 
         def call(tokens=tokens, weight=weight):

@@ -1,9 +1,33 @@
 """What every kernel test shares: memory that betrays an unwritten or overrun result, and a derived error budget."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 GUARD = 64  # elements before and after every tensor made by torch.empty
+
+
+@pytest.fixture(scope="session")
+def script(request):
+    """script(name, *arguments): the JSON lines that a script of this folder prints, in a process of its own, where Triton's
+    interpreter is on only if the script asks for it. Where slow tests are left out, it runs a third of its cases (extent.py)
+    and `script.short` is true."""
+    short = "not slow" in request.config.getoption("markexpr")
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
+
+    def run(name, *arguments):
+        command = [sys.executable, Path(__file__).with_name(name), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, env=env | ({"SHORT": "1"} if short else {}))
+        assert done.returncode == 0, done.stderr[-3000:]
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    run.short = short
+    return run
 
 
 @pytest.fixture

@@ -110,5 +110,7 @@ CASES = [
 ]
 
 if __name__ == "__main__":
-    for f, *args in CASES:
+    from extent import some
+
+    for f, *args in some(CASES):
         print(json.dumps({"case": f"{f.__name__} {args}"} | compare(*f(*args))), flush=True)

@@ -3,11 +3,8 @@ for, all that is around a backend. tests/kernels/test_attention_gpu.py runs the 
 
 import contextlib
 import functools
-import json
 import math
-import os
 import pickle
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -171,12 +168,12 @@ def test_b04_what_cannot_run_is_an_error_with_its_reason():
         ((9, 0), dict(dtype=torch.float32), "fa4", "computes in bfloat16 and float16, q is float32"),
         ((9, 0), dict(dtype=torch.float32), "flash", "computes in bfloat16 and float16, q is float32"),
         ((9, 0), dict(dtype=torch.float64), "efficient", "float32, bfloat16 and float16, q is float64"),
-        ((7, 5), {}, "fa4", "needs compute capability 9.0 for gradients, this card has 7.5"),
-        ((8, 0), {}, "fa4", "needs compute capability 9.0 for gradients, this card has 8.0"),
-        ((7, 5), dict(train=False), "fa4", "needs compute capability 8.0, this card has 7.5"),
-        ((7, 5), {}, "flash", "needs compute capability 8.0, this card has 7.5"),
-        ((9, 0), dict(head_dim=264), "fa4", "takes heads of 256 on this card, these are 264 wide"),
-        ((10, 0), dict(head_dim=136), "fa4", "takes heads of 128 on this card, these are 136 wide"),
+        ((7, 5), {}, "fa4", "needs compute capability 9.0 for gradients, this GPU has 7.5"),
+        ((8, 0), {}, "fa4", "needs compute capability 9.0 for gradients, this GPU has 8.0"),
+        ((7, 5), dict(train=False), "fa4", "needs compute capability 8.0, this GPU has 7.5"),
+        ((7, 5), {}, "flash", "needs compute capability 8.0, this GPU has 7.5"),
+        ((9, 0), dict(head_dim=264), "fa4", "takes heads of at most 256 on this GPU, these are 264 wide"),
+        ((10, 0), dict(head_dim=136), "fa4", "takes heads of at most 128 on this GPU, these are 136 wide"),
         ((9, 0), dict(head_dim=136), "cudnn", "at most 128 wide, these are 136"),
         ((9, 0), dict(dropout=True), "fa4", "no dropout"),
         ((9, 0), dict(windowed=True), "cudnn", "takes no window"),
@@ -233,7 +230,7 @@ def test_auto_on_a_cpu_says_why_not_faster(caplog):
         name, reason = which_impl(case)
         attention(*qkv(dtype=torch.float32))
     assert name == "flash" and "fa4: flash-attn-4 (the extra `gpu`" in reason
-    assert [r.getMessage() for r in caplog.records] == [f"attention in float32 on cpu takes flash: {reason}"]  # once
+    assert [r.getMessage() for r in caplog.records] == [f"attention in float32 on cpu uses flash: {reason}"]  # once
     assert which_impl(case_of(*qkv()))[0] == "math"
     assert which_impl(case_of(*qkv(dtype=torch.float32), dropout=0.1))[0] == "math"
 
@@ -571,14 +568,7 @@ def test_a_step_is_attention_over_what_is_cached(rotary, windows, slopes):
         attention_step(q[:, 0], k[:, 0], v[:, 0], *caches, length, impl="fused")
 
 
-def script(name):
-    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, Path(__file__).parent / name], capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def test_the_fused_step_under_the_interpreter():
+def test_the_fused_step_under_the_interpreter(script):
     triton = pytest.importorskip("triton")
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
         pytest.skip("the interpreter of Triton 3.6 fails with numpy 2.4")
@@ -589,7 +579,7 @@ def test_the_fused_step_under_the_interpreter():
         assert row["spare_untouched"] and row["after"], row
 
 
-def test_the_fused_rotation_under_the_interpreter():
+def test_the_fused_rotation_under_the_interpreter(script):
     triton = pytest.importorskip("triton")
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
         pytest.skip("the interpreter of Triton 3.6 fails with numpy 2.4")
@@ -599,7 +589,7 @@ def test_the_fused_rotation_under_the_interpreter():
         assert row["error"] < 4 * max(row["eps"], 1000 / 1.5 * 2.0**-24 if "1000" in row["case"] else 0), row
 
 
-def test_the_fused_kernels_compile_for_hopper_without_spilling():
+def test_the_fused_kernels_compile_for_hopper_without_spilling(script):
     """STACK is the table of the cosine's range reduction, of arguments past 10^5; without rotation there is none."""
     pytest.importorskip("triton")
     *rows, forward, backward = script("compile_attention_step.py")

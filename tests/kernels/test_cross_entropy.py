@@ -1,10 +1,6 @@
 """The losses of each token: their kernels against the equation in float64 (under Triton's interpreter), compiled for an absent
 GPU; their contracts. test_cross_entropy_gpu.py has the real kernels."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,14 +12,7 @@ from seqmix_kernels.cross_entropy import bench, cross_entropy, linear_cross_entr
 HERE = Path(__file__).parent
 
 
-def script(name, *args):
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, HERE / name, *args], capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def test_interpreted_kernels_match_the_equation():
+def test_interpreted_kernels_match_the_equation(script):
     triton = pytest.importorskip("triton")
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
         pytest.skip("the interpreter of Triton 3.6 fails with numpy 2.4")
@@ -35,10 +24,10 @@ def test_interpreted_kernels_match_the_equation():
             assert error <= 4 * row["torch"][name] + rounded, (row, name)
 
 
-def test_kernels_compile_without_spills():
+def test_kernels_compile_without_spills(script):
     pytest.importorskip("triton")
     rows = script("compile_loss.py", "90")
-    assert len(rows) == 12 and all(row["stack"] == 0 for row in rows), rows
+    assert len(rows) == (4 if script.short else 12) and all(row["stack"] == 0 for row in rows), rows
     for row in rows:
         assert row["wide"] >= (2 if row["kernel"] == "gradient_kernel" else 1), f"not 16 bytes per access: {row}"
 

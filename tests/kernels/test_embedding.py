@@ -1,10 +1,6 @@
 """The rows of tokens: the contract in plain torch; the kernels under Triton's interpreter, and compiled for an absent GPU.
 test_embedding_gpu.py has the real kernels."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,28 +12,21 @@ from seqmix_kernels.embedding import embedding, which_impl
 HERE = Path(__file__).parent
 
 
-def script(name, *args):
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, HERE / name, *args], capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def test_interpreted_kernels_match_float64_and_keep_the_laws():
+def test_interpreted_kernels_match_float64_and_keep_the_laws(script):
     triton = pytest.importorskip("triton")
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
         pytest.skip("the interpreter of Triton 3.6 fails with numpy 2.4")
     rows = script("interpret_embedding.py")
-    assert len(rows) == 17
+    assert len(rows) == (8 if script.short else 17)
     for row in rows:
         # the interpreter truncates to bfloat16, where a GPU rounds
         assert row["ours"] <= 4 * row["torch"] + (2**-8 if "bfloat16" in row["case"] else 2e-7), row
 
 
-def test_kernels_compile_without_spills_and_load_16_bytes_per_access():
+def test_kernels_compile_without_spills_and_load_16_bytes_per_access(script):
     pytest.importorskip("triton")
     rows = script("compile_embedding.py", "90")
-    assert len(rows) == 27 and all(row["stack"] == 0 for row in rows), rows
+    assert len(rows) == (10 if script.short else 27) and all(row["stack"] == 0 for row in rows), rows
     for row in rows:
         V, D, _ = row["case"].split()
         if row["kernel"] == "one_hot_kernel" and int(V) <= 16:

@@ -4,10 +4,6 @@ Truth is the equation in float64; the budget four times what plain torch makes o
 """
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,20 +18,12 @@ if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) and not torch.cud
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
-def script(name, *args):
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "2"}
-    command = [sys.executable, Path(__file__).with_name(name), *args]
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
 def within(row):
     for name, error in row["ours"].items():
         assert error <= 4 * row["torch"][name] + 2e-7, (row, name)
 
 
-def test_interpreted_kernels_match_the_equation():
+def test_interpreted_kernels_match_the_equation(script):
     if torch.cuda.is_available():
         pytest.skip("the real kernels run here")
     rows = script("interpret_step.py")
@@ -44,9 +32,9 @@ def test_interpreted_kernels_match_the_equation():
         within(row)
 
 
-def test_kernels_compile_without_spills():
+def test_kernels_compile_without_spills(script):
     rows = script("compile_step.py", "90")
-    assert len(rows) == 10 and all(row["stack"] == 0 for row in rows), rows
+    assert len(rows) == (6 if script.short else 10) and all(row["stack"] == 0 for row in rows), rows
 
 
 @pytest.fixture(scope="module")

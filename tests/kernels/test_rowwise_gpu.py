@@ -5,10 +5,6 @@ to bfloat16 where a GPU rounds, which doubles an error.
 """
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,13 +21,6 @@ HERE = Path(__file__).parent
 TWICE = "trying to differentiate twice"
 
 
-def script(name, *args):
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "2"}
-    done = subprocess.run([sys.executable, HERE / name, *args], capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
 def cases():
     """The functions and cases of interpret_rowwise.py."""
     spec = importlib.util.spec_from_file_location("interpret_rowwise", HERE / "interpret_rowwise.py")
@@ -45,19 +34,19 @@ def within(row):
         assert error <= 4 * row["torch"][name] + 2e-7, (name, row)
 
 
-def test_interpreted_kernels_match_the_equation():
+def test_interpreted_kernels_match_the_equation(script):
     if torch.cuda.is_available():
         pytest.skip("the real kernels run here")
     *rows, refusal = script("interpret_rowwise.py")
-    assert len(rows) == 18
+    assert len(rows) == (6 if script.short else 18)
     for row in rows:
         within(row)
     assert len(refusal["twice"]) == 2 and all(TWICE in words for words in refusal["twice"])
 
 
-def test_kernels_compile_without_spills_and_load_several_elements_at_once():
+def test_kernels_compile_without_spills_and_load_several_elements_at_once(script):
     rows = script("compile_rowwise.py", "90")
-    assert len(rows) == 16 and all(row["stack"] == 0 for row in rows), rows
+    assert len(rows) == (6 if script.short else 16) and all(row["stack"] == 0 for row in rows), rows
     for row in rows:
         # rows of 770 and 2 x 172 start at multiples of 2 and 4 elements
         assert row["words"] == (2 if "770" in row["case"] or "172" in row["case"] else 4), row

@@ -595,7 +595,7 @@ def test_without_a_compiler(fresh_choice, monkeypatch, tmp_path, caplog):
         first, second = run(inputs), run(inputs)
     assert torch.equal(first["y"], run(inputs, impl="chunked")["y"]) and torch.equal(first["dA"], second["dA"])
     assert [r.getMessage() for r in caplog.records if "chunked" in r.getMessage()] == [
-        f"selective_scan on cpu takes chunked: {reason}"
+        f"selective_scan on cpu uses chunked: {reason}"
     ]
     with pytest.raises(ValueError, match="'cpu' cannot run here: no C compiler"):
         run(inputs, impl="cpu")

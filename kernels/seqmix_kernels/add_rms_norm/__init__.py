@@ -1,4 +1,4 @@
-"""The residual addition and the RMSNorm after it, in one pass. `which_impl` says what "auto" takes and why."""
+"""The residual addition and the RMSNorm after it, in one pass. `which_impl` returns what "auto" selects and why."""
 
 from .op import IMPLS, add_rms_norm, which_impl
 

@@ -1,14 +1,14 @@
-"""The public operator: its contract, the choice of an implementation.
+"""The public operator: its contract and the choice of an implementation.
 
     s = x + y          r = 1 / sqrt(mean(s²) + eps)          n = s r weight
 
-(RMSNorm: Zhang & Sennrich 2019, eq. 4.) A pre-norm block computes this between every two of its parts. The gradients, with
+(RMSNorm: Zhang & Sennrich 2019, eq. 4.) A pre-norm block computes this between each two of its sublayers. The gradients, with
 g = ∂n weight, are
 
     ∂x = ∂y = ∂s + r (g - s r² mean(g s))          ∂weight = Σ over rows of ∂n s r
 
-The kernels read x and y once and write s and n once; the backward reads s, ∂s and ∂n once and writes ∂x and ∂y once. Kept for
-the backward: s, as in plain torch, and r, one float32 per row; not n.
+The kernels read x and y once and write s and n once; the backward reads s, ∂s and ∂n once and writes ∂x and ∂y once. Saved for
+the backward are s, as in plain torch, and r, one float32 per row, but not n.
 """
 
 import torch
@@ -22,20 +22,20 @@ def add_rms_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float = 1e-5,
     """The sum s = x + y and its RMSNorm n = s / sqrt(mean(s²) + eps) * weight, over the last dimension.
 
     Args:
-        x: (..., D), the residual stream, any strides, any float dtype.
-        y: (..., D) like x, what is added to it, any float dtype; None adds nothing.
+        x: (..., D), the residual stream; any strides, any float dtype.
+        y: (..., D) like x, the tensor added to it; any float dtype. None adds nothing.
         weight: (D,), any float dtype.
         eps: at least 0.
-        impl: one of IMPLS; "auto" takes what `which_impl` answers.
+        impl: one of IMPLS; "auto" selects what `which_impl` returns.
 
     Returns:
-        s (..., D) in x's dtype; without y it has the memory of x, and must not be modified in place.
-        n (..., D), computed from s in float32 (float64 where x is): in the autocast dtype where autocast is enabled for x's
-        device and x is not float64, else in weight's dtype.
-        Both are differentiable once, in x, y and weight.
+        s (..., D) in x's dtype; without y it shares memory with x and must not be modified in place.
+        n (..., D), computed from s in float32 (float64 if x is): in the autocast dtype if autocast is enabled for x's device
+        and x is not float64, otherwise in weight's dtype.
+        Both are differentiable once with respect to x, y and weight.
 
     Raises:
-        ValueError: a shape, dtype, device or name that does not fit, or an implementation that cannot run here.
+        ValueError: an invalid shape, dtype, device or name, or an implementation that cannot run here.
     """
     if x.dim() == 0 or not x.is_floating_point():
         raise ValueError(f"x must be (..., D) and real; got shape {tuple(x.shape)}, {x.dtype}")
@@ -68,7 +68,7 @@ def reference(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, dtype: to
 
 
 def which_impl(x: Tensor, y: Tensor | None, weight: Tensor) -> tuple[str, str]:
-    """What "auto" takes for tensors like these, and why: ("fused", "fused GPU kernels")."""
+    """What "auto" selects for tensors like these, and why: ("fused", "fused GPU kernels")."""
     if torch.compiler.is_compiling():
         return "reference", "torch.compile fuses it by itself"
     reason = why_not(x, y, weight)
@@ -102,6 +102,6 @@ class _AddRMSNorm(torch.autograd.Function):
 
         _, needs_y, needs_weight, *_ = ctx.needs_input_grad
         y_dtype = ctx.y_dtype if needs_y else None
-        if dn is None:  # dy is a copy: autograd may add to a gradient in place
+        if dn is None:  # dy is a copy, because autograd may add to a gradient in place
             return ds, None if y_dtype is None else ds.to(y_dtype, copy=True), None, None, None
         return *fused.backward(ds, dn, *ctx.saved_tensors, y_dtype, needs_weight), None, None

@@ -1,4 +1,4 @@
-"""Causal softmax attention. `which_impl` says what "auto" takes and why; README.md has the mathematics."""
+"""Causal softmax attention. `which_impl` returns what "auto" selects and why; README.md has the mathematics."""
 
 from .op import IMPLS, Case, alibi_slopes, attention, case_of, take_choices, tried_choices, which_impl, why_not
 from .rotary import rotary_phases, rotate, rotate_queries_and_keys

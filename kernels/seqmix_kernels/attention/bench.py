@@ -1,15 +1,15 @@
-"""Times attention on the GPU at hand, through the public operator and beside the backends called by themselves.
+"""Times attention on this GPU, through the public operator and with the backends called directly.
 
     python -m seqmix_kernels.attention.bench [first] [check] [speed] [choice] [options] [step]
 
-check    relative error of y, dq, dk, dv against the equation in float64, for every implementation and option that it has
-speed    the shapes of H200.md, forward and forward + backward: every backend called as its own documentation says, ours, and
-         ours over the fastest of them
-choice   what "auto" takes in a dozen cases, and why
-step     one token of B rows against their caches, fused and in plain torch, with the share of the card's copy speed (4.27 TB/s)
-         at which the keys and values are read
-options  a window, documents, shared heads, ALiBi, hard-ALiBi, uneven heads: ours by each implementation that can
-first    seconds of the first call in this process, by part
+check    relative error of y, dq, dk, dv against the equation in float64, for every implementation and option that it supports
+speed    the shapes of H200.md, forward and forward + backward: every backend called as its documentation says, the public
+         operator, and the operator's time over the fastest of them
+choice   what "auto" selects in a dozen cases, and why
+step     one token of B rows against their caches, fused and in plain torch; keys and values are read at the given fraction of
+         the GPU's copy speed (4.27 TB/s)
+options  a window, documents, shared heads, ALiBi, hard-ALiBi, uneven heads: the operator with each implementation that supports
+them first    seconds of the first call in this process, by part
 """
 
 import sys
@@ -68,7 +68,7 @@ def peers():
     return found
 
 
-# title, (B, L, S, H, H_kv, P), dtype, what attention is told besides
+# title, (B, L, S, H, H_kv, P), dtype, further arguments of attention
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 CHECKS = (
     ("dense", (2, 333, 333, 4, 4, 64), bf16, {}),
@@ -102,8 +102,8 @@ CHECKS = (
 
 
 def errors(impl, sizes, dtype, told, seed=0):
-    """||got - true|| / ||true|| of y, dq, dk, dv; truth is the equation in float64. q, k, v are views of one projection, and
-    the gradient of y has no dense axis."""
+    """||got - true|| / ||true|| of y, dq, dk, dv, where true is the equation in float64. q, k, v are views of one projection,
+    and the last axis of y's gradient is not contiguous."""
     B, L, S, H, H_kv, P = sizes
     torch.manual_seed(seed)
     told = dict(told)
@@ -126,12 +126,12 @@ def errors(impl, sizes, dtype, told, seed=0):
     want = run(fused.double(), dy.double(), "math")
     got = run(fused, dy, impl)
     pairs = zip(("y", "dq", "dk", "dv"), got, want, strict=False)
-    least = 1e-2 * dy.double().norm()  # of one key the weight is 1, and dq and dk are 0
+    least = 1e-2 * dy.double().norm()  # with one key the weight is 1, and dq and dk are 0
     return {name: ((a.double() - b).norm() / b.norm().maximum(least)).item() for name, a, b in pairs}
 
 
 def budget(dtype) -> float:
-    """Four rounding units; in float32 also those of a bias of some hundreds that is added to scores of size 1."""
+    """Four rounding units; in float32 also the rounding of a bias of several hundred added to scores of size 1."""
     return max(4 * torch.finfo(dtype).eps, 5e-6)
 
 
@@ -232,7 +232,7 @@ def step():
         for impl in ("fused", "torch"):
             run = lambda: attention_step(q, k, v, *caches, length, P, impl=impl)  # noqa: B023, E731
             run()
-            graph = torch.cuda.CUDAGraph()  # as decoding runs it; and the host would be slower
+            graph = torch.cuda.CUDAGraph()  # as in decoding; otherwise the host would be the bottleneck
             with torch.cuda.graph(graph):
                 for _ in range(20):
                     run()

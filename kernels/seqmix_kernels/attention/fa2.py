@@ -1,4 +1,4 @@
-"""The flash-attn package (FlashAttention-2, Dao 2023), where a user has built it."""
+"""The flash-attn package (FlashAttention-2, Dao 2023), if the user has built it."""
 
 import functools
 import importlib
@@ -14,7 +14,7 @@ def why_not(case) -> str | None:
         return f"it computes in bfloat16 and float16, q is {str(case.dtype)[6:]}"
     major, minor = torch.cuda.get_device_capability(case.device)
     if major < 8:
-        return f"it needs compute capability 8.0, this card has {major}.{minor}"
+        return f"it needs compute capability 8.0, this GPU has {major}.{minor}"
     if case.head_dim > 256:
         return f"heads are at most 256 wide, these are {case.head_dim} with padding and positions"
     if case.cached:
@@ -36,7 +36,7 @@ def _missing() -> str | None:
         package = importlib.import_module("flash_attn")
     except ImportError as error:
         return f"the flash-attn package cannot be imported ({error}); it is built with pip install flash-attn"
-    if not hasattr(package, "flash_attn_func"):  # flash-attn-4 alone fills the same folder
+    if not hasattr(package, "flash_attn_func"):  # flash-attn-4 installs into the same folder
         return "the flash-attn package is not installed; it is built with pip install flash-attn"
     return None
 

@@ -1,7 +1,7 @@
 """flash-attn-4 (FlashAttention in CuTe's Python, compiled at its first call) as a registered operator.
 
-Its own autograd.Function breaks the graph of torch.compile; the two functions under it, forward and backward, do not
-once they are one operator each. Both take (B, L, H, P) with any outer strides: nothing is transposed or copied.
+Its own autograd.Function breaks the graph of torch.compile; the forward and backward functions that it calls do not,
+once each is registered as an operator. Both take (B, L, H, P) with any outer strides: nothing is transposed or copied.
 """
 
 import functools
@@ -11,8 +11,8 @@ import warnings
 import torch
 from torch import Tensor
 
-# Its backward (4.0.0b36, Hopper) lays dq out in widths of 16 and reads it back in widths of 32: for heads of 8, 48 or 72 dq is
-# wrong, while forward and the other gradients are right
+# Its backward (4.0.0b36, Hopper) stores dq in widths of 16 and reads it back in widths of 32: for heads of 8, 48 or 72 dq is
+# wrong, while the forward and the other gradients are correct
 WIDTH = 32
 NAME = "flash-attn-4 (the extra `gpu`: pip install -e '.[gpu]')"
 
@@ -25,10 +25,10 @@ def why_not(case) -> str | None:
     major, minor = torch.cuda.get_device_capability(case.device)
     if (major, minor) < ((9, 0) if case.train else (8, 0)):
         needs = "9.0 for gradients" if case.train else "8.0"
-        return f"{NAME} needs compute capability {needs}, this card has {major}.{minor}"
+        return f"{NAME} needs compute capability {needs}, this GPU has {major}.{minor}"
     most = 256 if major == 9 else 128
     if case.head_dim > most:
-        return f"{NAME} takes heads of {most} on this card, these are {case.head_dim} wide with padding and positions"
+        return f"{NAME} takes heads of at most {most} on this GPU, these are {case.head_dim} wide with padding and positions"
     if case.dropout:
         return f"{NAME} has no dropout"
     if case.cached and case.train:
@@ -55,9 +55,9 @@ def _missing() -> str | None:
 
 @functools.cache
 def _interface():
-    # CUTLASS tells its own caller, at each compilation, that an argument of its own is a constant
+    # CUTLASS warns at each compilation that one of its own arguments is a constant
     warnings.filterwarnings("ignore", message="Argument aux_data", category=UserWarning)
-    return importlib.import_module("flash_attn.cute.interface")  # seconds: only where it will run
+    return importlib.import_module("flash_attn.cute.interface")  # takes seconds, so only where it will run
 
 
 def flash(
@@ -95,7 +95,7 @@ def _span(window, offsets, longest):
 
 
 def forward(q, k, v, offsets, lengths, scale, window, longest):
-    # the log-sum-exp is always asked for: one compiled kernel for training and evaluation
+    # always request the log-sum-exp: training and evaluation then share one compiled kernel
     span = _span(window, offsets, longest)
     y, lse, *_ = _interface()._flash_attn_fwd(q, k, v, seqused_k=lengths, softmax_scale=scale, return_lse=True, **span)
     return y, lse

@@ -1,4 +1,4 @@
-"""Rotation of queries and keys in one Triton kernel: eager torch makes some ten passes over them in float32."""
+"""Rotation of queries and keys in one Triton kernel: eager torch makes about ten passes over them in float32."""
 
 import torch
 import triton
@@ -42,7 +42,7 @@ def turn(
 
 
 def launch(q_in, k_in, q_out, k_out, positions, frequency, L, shrink, back):
-    """All (B L, h, P), P dense."""
+    """All tensors are (B L, h, P) with P contiguous."""
     tokens, H, P = q_in.shape
     if q_in.numel() == 0:
         return
@@ -57,8 +57,8 @@ def launch(q_in, k_in, q_out, k_out, positions, frequency, L, shrink, back):
 
 
 def _flat(t):
-    """(B, L, h, P) as (B L, h, P), P dense; a copy where it must be. Of an axis of length 1 a stride says nothing, so B and L
-    are made one axis, not taken for one."""
+    """(B, L, h, P) as (B L, h, P) with P contiguous, copied if necessary. The stride of an axis of length 1 is arbitrary, so B
+    and L are flattened and not just assumed to be one axis."""
     t = t.flatten(0, 1)
     return t if t.stride(-1) == 1 else t.contiguous()
 

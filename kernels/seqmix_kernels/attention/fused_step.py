@@ -1,7 +1,7 @@
-"""The step in Triton: a row's keys are shared among programs (Dao et al. 2023, "Flash-Decoding"), a second kernel adds up.
+"""The step in Triton: a row's keys are split among programs (Dao et al. 2023, "Flash-Decoding"); a second kernel combines them.
 
-A program holds one key head of one row with all the query heads that share it, and a run of its keys. The number of programs
-is set by the batch, the heads and the card; which keys each takes follows from `length`, on the device.
+A program holds one key head of one row with all the query heads that share it, and a span of its keys. The number of programs
+depends on the batch, the heads and the GPU; which keys each one reads follows from `length`, on the device.
 """
 
 import functools
@@ -57,7 +57,7 @@ def attend(
     most = tl.full([BG], float("-inf"), tl.float32)
     total = tl.zeros([BG], tl.float32)
     sums = tl.zeros([BG, BP], tl.float32)
-    if split == 0:  # the token itself, which only this program writes, and nobody reads from the cache
+    if split == 0:  # the token itself: only this program writes it, and no program reads it from the cache
         k_at = k + b * k_b + h * k_h + p
         key = tl.load(k_at, mask=p < P, other=0.0).to(tl.float32)
         if HALF > 0:
@@ -66,7 +66,7 @@ def attend(
         value = tl.load(v + b * v_b + h * v_h + p, mask=p < P, other=0.0).to(v_cache.dtype.element_ty)
         if h == 0:
             tl.store(after + b, now + 1)
-        room = now < C  # past it nothing is written, and y is NaN
+        room = now < C  # past the capacity nothing is written, and y is NaN
         tl.store(k_cache + now.to(tl.int64) * kc_s + p, key, mask=(p < P) & room)
         tl.store(v_cache + now.to(tl.int64) * vc_s + p, value, mask=(p < P) & room)
         most = tl.sum(low.to(tl.float32) * key.to(tl.float32)[None, :], 1) * (scale * LOG2E)
@@ -88,7 +88,7 @@ def attend(
             seen = seen & ((now - s)[None, :] < reach[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         peak = tl.maximum(most, tl.max(scores, 1))
-        safe = tl.where(peak == float("-inf"), 0.0, peak)  # a head that sees nothing of this run yet
+        safe = tl.where(peak == float("-inf"), 0.0, peak)  # a head that has not seen a key of this span yet
         weights = tl.exp2(scores - safe[:, None])
         shrunk = tl.exp2(most - safe)
         values = tl.load(v_cache + s.to(tl.int64)[:, None] * vc_s + p[None, :], mask=there, other=0.0)
@@ -113,14 +113,14 @@ def add_up(parts, stats, y, P: tl.constexpr, SPLITS: tl.constexpr, BS: tl.conste
     at = head * SPLITS + i
     most = tl.load(stats + at * 2, mask=i < SPLITS, other=float("-inf"))
     total = tl.load(stats + at * 2 + 1, mask=i < SPLITS, other=0.0)
-    weight = tl.exp2(most - tl.max(most, 0))  # split 0 holds the token itself: its peak is a number
+    weight = tl.exp2(most - tl.max(most, 0))  # split 0 holds the token itself, so its peak is finite
     sums = tl.load(parts + at[:, None] * P + p[None, :], mask=(i < SPLITS)[:, None] & (p < P)[None, :], other=0.0)
     out = tl.sum(sums * weight[:, None], 0) / tl.sum(total * weight, 0)
     tl.store(y + head * P + p, out.to(y.dtype.element_ty), mask=p < P)
 
 
-BLOCK = 64  # keys a turn of the loop
-PROGRAMS = 3  # a multiprocessor, aimed at
+BLOCK = 64  # keys per iteration
+PROGRAMS = 3  # target number per multiprocessor
 
 
 @functools.cache
@@ -129,7 +129,8 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def splits(rows: int, capacity: int, device: torch.device) -> int:
-    """Programs that share the keys of a row and head: a power of two; what a capture fixes, so it knows no length."""
+    """Number of programs that split the keys of a row and head, a power of two. A capture fixes it, so it ignores the
+    length."""
     wanted = max(1, PROGRAMS * _multiprocessors(device) // max(rows, 1))
     return min(triton.next_power_of_2(wanted), triton.next_power_of_2(max(1, capacity // (2 * BLOCK))), 128)
 

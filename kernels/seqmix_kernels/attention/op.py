@@ -1,4 +1,4 @@
-"""The public operator: its contract, the choice of an implementation, and what each backend must not have to know."""
+"""The public operator: its contract, the choice of an implementation, and what is handled for every backend."""
 
 import functools
 import logging
@@ -15,24 +15,24 @@ from .reference import Windows, constant, known
 
 log = logging.getLogger(__name__)
 
-# in the order that "auto" prefers where two are equally fast
+# "auto" prefers the earlier of two that are equally fast
 IMPLS = ("auto", "fa4", "fa2", "cudnn", "flash", "efficient", "math")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-MASKED = ("efficient", "math")  # these take any mask; the others know causality, one window, and documents
-SMALL_ORDER = ("flash", "fa2", "efficient", "cudnn")  # by what their launches took on an H200; flash-attn-4's take longest
+MASKED = ("efficient", "math")  # these take any mask; the others support a causal mask, one window, and documents
+SMALL_ORDER = ("flash", "fa2", "efficient", "cudnn")  # by the time of their launches on an H200; flash-attn-4's take longest
 EARLIER = " (found in an earlier process)"
-LARGE = 2**28  # scores: half a millisecond of an H200, forward and backward
+LARGE = 2**28  # scores, which take half a millisecond on an H200, forward and backward
 
 
 class Case(NamedTuple):
-    """All that decides which implementations can run, and what the choice of "auto" is kept by."""
+    """Everything that decides which implementations can run; also the key under which the choice of "auto" is cached."""
 
     device: torch.device
     dtype: torch.dtype
     head_dim: int  # as a backend sees it: after padding, and with the columns of ALiBi
-    shared: int  # query heads a key head
-    train: bool  # a gradient will be wanted
-    large: bool = True  # so much work that the GPU, not the launch, takes the time
+    shared: int  # query heads per key head
+    train: bool  # a gradient will be needed
+    large: bool = True  # enough work that the GPU dominates, not the launch
     square: bool = True  # as many queries as keys
     windowed: bool = False
     packed: bool = False  # seq_idx is given
@@ -51,34 +51,35 @@ def attention(
     dropout: float = 0.0,
     impl: str = "auto",
 ) -> Tensor:
-    """Causal softmax attention (Vaswani et al. 2017, §3.2.1), the last query at the last key.
+    """Causal softmax attention (Vaswani et al. 2017, §3.2.1); the last query is at the position of the last key.
 
-        t_i = S - L + i                                                          where query i stands
+        t_i = S - L + i                                                          the position of query i
         a_is = softmax_s(q_i · k_s / √P - slope (t_i - s))                        over s <= t_i, t_i - s < window
         y_i = Σ_s a_is v_s
 
     Args:
-        q: (B, L, H, P), of float32, bfloat16, float16 or float64.
-        k, v: (B, S, H_kv, P), S >= L; head h reads head h // (H // H_kv) of them (Ainslie et al. 2023, "GQA").
-            Any strides for all three; the last axis is copied where it is not dense.
-        window: how many keys a query sees, itself the last (Beltagy et al. 2020, §3.1), one for all heads or one a head;
-            None is no limit.
-        slopes: one a head (Press et al. 2022, "ALiBi", §3); constants, not differentiated.
-        seq_idx: (B, L) integers, with S = L. Where it changes a new document starts, and sees nothing before it. Padding
+        q: (B, L, H, P), in float32, bfloat16, float16 or float64.
+        k, v: (B, S, H_kv, P), S >= L; query head h reads their head h // (H // H_kv) (Ainslie et al. 2023, "GQA").
+            All three may have any strides; a tensor whose last axis is not contiguous is copied.
+        window: how many keys a query sees, the last of them its own (Beltagy et al. 2020, §3.1): one number for all heads or
+            one per head; None is no limit.
+        slopes: one per head (Press et al. 2022, "ALiBi", §3); constants, not differentiated.
+        seq_idx: (B, L) integers, with S = L. Where it changes a new document starts, which sees nothing before it. Padding
             on either side is a document of its own.
-        lengths: (B,) int32: the keys that a row has; its last query stands at lengths - 1 (in place of S - 1) and what
-            is behind it changes nothing, if it is finite. A query before the first key gives 0.
-        dropout: of the weights a. The caller passes 0 in evaluation.
-        impl: one of IMPLS; README.md tells them apart. "auto" is what `which_impl` answers.
+        lengths: (B,) int32, the number of keys in each row. Its last query is at position lengths - 1 instead of S - 1;
+            later keys and values do not affect the result, provided they are finite. A query before the first key
+            gives 0.
+        dropout: probability for the weights a. The caller passes 0 in evaluation.
+        impl: one of IMPLS; README.md compares them. "auto" selects what `which_impl` returns.
 
     Returns:
-        (B, L, H, P) in q's dtype, dense. Differentiable in q, k, v; twice by "math" alone. Gradients are bitwise
-        repeatable under torch.use_deterministic_algorithms, not by default: FlashAttention adds up dq in any order.
+        (B, L, H, P) in q's dtype, contiguous. Differentiable in q, k, v; twice only with "math". Gradients are bitwise
+        reproducible under torch.use_deterministic_algorithms, but not by default: FlashAttention sums dq in no fixed order.
 
-    Under autocast q, k, v are cast to the autocast dtype. Weights are float32 inside whatever the dtype.
+    Under autocast q, k, v are cast to the autocast dtype. Softmax weights are computed in float32 whatever the dtype.
 
     Raises:
-        ValueError: a shape, dtype, device or name that does not fit, or an implementation that cannot run here.
+        ValueError: an invalid shape, dtype, device or name, or an implementation that cannot run here.
     """
     device = q.device.type
     if torch.is_autocast_enabled(device):
@@ -91,8 +92,8 @@ def attention(
     case = case_of(q, k, v, windows, slopes, seq_idx, lengths, dropout)
     name = _choose(case, impl)
     if q.numel() == 0:
-        return q + 0 * (k.sum() + v.sum())  # k and v have gradients, of zeros
-    if k.shape[1] == 1:  # y is v, which no kernel need be asked, and cuDNN refuses
+        return q + 0 * (k.sum() + v.sum())  # k and v still get gradients, which are zero
+    if k.shape[1] == 1:  # y is v: this needs no kernel, and cuDNN rejects it
         name = "math"
     scale, width = q.shape[-1] ** -0.5, q.shape[-1]
     if name == "math":
@@ -108,8 +109,8 @@ def attention(
 
 
 def alibi_slopes(n_heads: int) -> tuple[float, ...]:
-    """2^(-8/n), 2^(-16/n), ... 2^-8 for n heads, n a power of 2; otherwise those of the next lower power, then every other
-    one of twice that (Press et al. 2022, §3, and its footnote's code)."""
+    """2^(-8/n), 2^(-16/n), ... 2^-8 for n heads if n is a power of 2; otherwise those of the next lower power, then every
+    other slope of twice that power (Press et al. 2022, §3, and its footnote's code)."""
     n = 2 ** math.floor(math.log2(n_heads))
     first = [2.0 ** (-8 * (i + 1) / n) for i in range(n)]
     between = [2.0 ** (-8 * (i + 1) / (2 * n)) for i in range(0, 2 * n, 2)]
@@ -117,7 +118,7 @@ def alibi_slopes(n_heads: int) -> tuple[float, ...]:
 
 
 def case_of(q, k, v, windows=None, slopes=None, seq_idx=None, lengths=None, dropout=0.0) -> Case:
-    """The case of one call of `attention`; of q, k, v it reads shapes, dtype, device and whether a gradient is wanted."""
+    """The case of one call of `attention`; of q, k, v it reads shapes, dtype, device and whether a gradient is needed."""
     columns = 0 if slopes is None else len(_alibi_pieces(slopes, q.shape[-1] ** -0.5, q.dtype)) * _digits(k.shape[1])
     return Case(
         q.device, q.dtype, _round_up(q.shape[-1] + columns, 8), q.shape[2] // k.shape[2],
@@ -132,7 +133,7 @@ def case_of(q, k, v, windows=None, slopes=None, seq_idx=None, lengths=None, drop
 
 
 def why_not(impl: str, case: Case) -> str | None:
-    """Why `impl` cannot run in this case, as far as can be told without running it; None if it can."""
+    """Why `impl` cannot run in this case, as far as that is known without running it; None if it can."""
     if impl == "math":
         return None
     if impl == "fa4":
@@ -143,12 +144,12 @@ def why_not(impl: str, case: Case) -> str | None:
 
 
 def which_impl(case: Case) -> tuple[str, str]:
-    """What "auto" takes, and why that and not what stands before it in IMPLS: ("cudnn", "fastest of ...; fa4: ...").
+    """What "auto" selects, and why it rejects those before it in IMPLS: ("cudnn", "fastest of ...; fa4: ...").
 
-    On a GPU every candidate runs once against "math", forward and backward, and those that agree are timed, over 2^30 scores;
-    one must be 5 % faster than those before it to be taken in their place. Where the case is small launches take the time,
-    and a clock would choose by chance, another on every rank: the first of SMALL_ORDER that agrees is taken. Kept for the
-    life of the process; `tried_choices` hands it to another.
+    On a GPU every candidate is compared once with "math", forward and backward, and those that agree are timed over 2^30
+    scores; one must be 5 % faster than those before it to be preferred. A small case is dominated by launches: a measurement
+    would choose by chance, and differently on every rank, so the first of SMALL_ORDER that agrees is selected. The choice is
+    cached for the life of the process; `tried_choices` passes it to another.
     """
     return _decide_as_constant(*case)
 
@@ -157,35 +158,36 @@ def _decide_as_constant(*fields) -> tuple[str, str]:
     return _decide_once(Case(*fields), torch.are_deterministic_algorithms_enabled())
 
 
-# torch.compile takes the answer for a constant. This mark is all that torch.compiler.assume_constant_result sets, but
-# that imports the whole compiler; and a NamedTuple does not reach such a function whole
+# torch.compile must treat the result as a constant. torch.compiler.assume_constant_result only sets this attribute, but
+# calling it imports the whole compiler. The fields are passed one by one, because a NamedTuple does not arrive as one
 _decide_as_constant._dynamo_marked_constant = True
 
 
-Tried = tuple[str, str, str, Case]  # name of the card, torch's version, precision of float32 products, case
+Tried = tuple[str, str, str, Case]  # name of the GPU, torch's version, precision of float32 products, case
 
-_tried: dict[Tried, tuple[str, str]] = {}  # in this process
-_handed: dict[Tried, tuple[str, str]] = {}  # from another
+_tried: dict[Tried, tuple[str, str]] = {}  # measured in this process
+_handed: dict[Tried, tuple[str, str]] = {}  # received from another
 
 
 def tried_choices() -> dict[Tried, tuple[str, str]]:
-    """What "auto" has taken on a GPU, and why, after its candidates ran: here, or in a process that handed them over."""
+    """What "auto" selected on a GPU after running its candidates, and why: here, or in a process whose choices were passed
+    on."""
     return _handed | _tried
 
 
 def take_choices(choices: Mapping[Tried, tuple[str, str]]) -> None:
-    """Spare this process what another has tried (`tried_choices`). A choice holds for the same card and torch, and where what
-    it takes can run here; its reason then says that it was measured earlier. Cases decided before stay as they are."""
+    """Reuse choices that another process measured (`tried_choices`). A choice applies to the same GPU and torch version, if the
+    implementation can run here; its reason then says that it was measured earlier. Cases already decided do not change."""
     _handed.update(choices)
 
 
 @functools.cache
 def _decide_once(case: Case, repeatable: bool) -> tuple[str, str]:
-    """For each setting of torch.use_deterministic_algorithms (`repeatable`) once: which backends can run depends on it."""
+    """Cached per setting of torch.use_deterministic_algorithms (`repeatable`), because it decides which backends can run."""
     if case.device.type == "cuda" and not torch.cuda.is_available():
-        return "math", "there is no GPU here, so such tensors are FakeTensorMode's: shapes alone"
+        return "math", "there is no GPU here, so such tensors are FakeTensorMode's: only shapes are computed"
     key = None
-    if case.device.type == "cuda" and not case.cached and case.dtype != torch.float64:  # where candidates are run
+    if case.device.type == "cuda" and not case.cached and case.dtype != torch.float64:  # the cases in which candidates are run
         key = torch.cuda.get_device_name(case.device), torch.__version__, torch.get_float32_matmul_precision(), case
     name, reason = _handed.get(key, (None, ""))
     if name is None or why_not(name, case) is not None:
@@ -195,7 +197,7 @@ def _decide_once(case: Case, repeatable: bool) -> tuple[str, str]:
     elif not reason.endswith(EARLIER):
         reason += EARLIER
     slow = name == "math" and case.dtype != torch.float64
-    text = "attention in %s on %s takes %s: %s"
+    text = "attention in %s on %s uses %s: %s"
     log.log(logging.WARNING if slow else logging.INFO, text, str(case.dtype)[6:], case.device, name, reason)
     return name, reason
 
@@ -210,9 +212,9 @@ def _decide(case: Case) -> tuple[str, str]:
     told = [f"{name}: {reason}" for name, reason in reasons.items() if reason is not None]
     if case.device.type == "cuda" and not case.cached:
         if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("nothing can be measured while a CUDA graph is captured: call attention once before")
+            raise RuntimeError("nothing can be measured while a CUDA graph is captured: call attention once before the capture")
         right, times = [], {}
-        # all but math, which they are compared with
+        # math is the reference of the comparison
         for name in able[:-1] if case.large else sorted(able[:-1], key=SMALL_ORDER.index):
             run = functools.partial(_attention, name)
             try:
@@ -220,7 +222,7 @@ def _decide(case: Case) -> tuple[str, str]:
                 if case.large:
                     times[name] = probe.milliseconds(run, case)
                 right.append(name)
-            except Exception as error:  # whatever it is, it is told, and the next one is asked
+            except Exception as error:  # of any kind: it is reported, and the next candidate is tried
                 line = (str(error).splitlines() or [""])[0]
                 told.append(f"{name}: failed its probe ({type(error).__name__}: {line[:200]})")
             if right and not case.large:
@@ -228,7 +230,7 @@ def _decide(case: Case) -> tuple[str, str]:
         if not right:
             return "math", "; ".join(["nothing else can run here", *told])
         if not case.large:
-            return right[0], "; ".join(["so little work that launches take the time: quick to launch", *told])
+            return right[0], "; ".join(["launches dominate in so small a case: the cheapest to launch", *told])
         best = next(n for n in right if all(times[n] < 1.05 * times[m] for m in right))
         return best, "; ".join([f"fastest of {', '.join(f'{n} {times[n]:.3f}' for n in right)} ms", *told])
     return able[0], "; ".join(told) or "the first choice"
@@ -249,7 +251,7 @@ def _choose(case: Case, impl: str) -> str:
     return impl
 
 
-# ---- what backends need not know: windows that differ, biases, head sizes -------------------------------------------
+# ---- handled for every backend: windows per head, ALiBi, head sizes --------------------------------------------------
 
 
 def _run(name, q, k, v, scale, windows, seq_idx, lengths, dropout):
@@ -285,17 +287,18 @@ def _heads(t: Tensor, heads: list[int]) -> Tensor:
 
 
 def _with_alibi(q: Tensor, k: Tensor, slopes: tuple[float, ...], scale: float) -> tuple[Tensor, Tensor]:
-    """q and k with columns whose product is slope · s: every backend then adds the bias itself, in float32.
+    """q and k with extra columns whose product is slope · s: every backend then adds the bias by itself, in float32.
 
-    Over one row of scores t is a constant, which a softmax does not see: -slope (t - s) may be slope · (s - S + 1). In base
-    256 the digits of S - 1 - s are exact in 16 bits, and slope / scale is the sum of up to three 16-bit numbers.
+    Within one row of scores t is constant and does not change the softmax, so -slope (t - s) may be replaced by
+    slope · (s - S + 1). In base 256 the digits of S - 1 - s are exact in 16 bits, and slope / scale is the sum of up to three
+    16-bit numbers.
     """
     B, S = k.shape[:2]
     back = torch.arange(S - 1, -1, -1, device=k.device)  # (S,)
     pieces, digits = _alibi_pieces(slopes, scale, q.dtype), _digits(S)
     q_columns, k_columns = [], []
     for i in range(digits):
-        beyond = 256 ** max(i - 1, 0)  # float16 ends at 65504
+        beyond = 256 ** max(i - 1, 0)  # the largest float16 is 65504
         digit = (back // 256**i % 256 * 256 ** min(i, 1)).to(k.dtype)
         q_columns += [[-m * beyond for m in piece] for piece in pieces]
         k_columns += [digit] * len(pieces)
@@ -345,7 +348,8 @@ torch.library.define("seqmix::document_offsets", "(Tensor seq_idx) -> Tensor")
 
 @torch.library.impl("seqmix::document_offsets", "CompositeExplicitAutograd")
 def _document_offsets(seq_idx):
-    """(B, L) -> where each document starts in the rows laid end to end, and their end: int32. Waits for the device."""
+    """(B, L) -> where each document starts in the rows laid end to end, then the total length: int32. Synchronizes with the
+    device."""
     new = torch.ones_like(seq_idx, dtype=torch.bool)
     new[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
     return F.pad(new.flatten().nonzero()[:, 0], (0, 1), value=seq_idx.numel()).to(torch.int32)
@@ -389,7 +393,7 @@ def _check(q, k, v, windows, slopes, seq_idx, lengths, dropout) -> None:
         if t.dtype != q.dtype:
             raise ValueError(f"{name} must be {q.dtype} like q; got {t.dtype}")
     if slopes is not None and (len(slopes) != H or not all(0 <= m < math.inf for m in slopes)):
-        raise ValueError(f"slopes must be {H} finite numbers of at least 0, one a head; got {slopes}")
+        raise ValueError(f"slopes must be {H} finite numbers of at least 0, one per head; got {slopes}")
     if seq_idx is not None:
         if lengths is not None or S != L:
             raise ValueError(f"seq_idx is for whole sequences, without lengths and with S = L; got L = {L} and S = {S}")

@@ -1,19 +1,19 @@
-"""Is an implementation right on the device at hand, and how fast? Run once a case, before the first real call."""
+"""Checks whether an implementation is correct on this device, and times it. Runs once per case, before the first real call."""
 
 import contextlib
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-CHECKED = (2, 333, 2)  # B, L, key heads of the numeric probe: L is no multiple of any tile
+CHECKED = (2, 333, 2)  # B, L, key heads of the numeric probe: L is not a multiple of any tile
 TIMED = (4, 4096, 16)
 REPEATS = 8
-HEAD_START = 60_000_000  # cycles the GPU sleeps, while the host queues the calls that are timed: some 30 ms
+HEAD_START = 60_000_000  # cycles that the GPU sleeps while the host queues the timed calls: about 30 ms
 
 
 def check(run, case) -> None:
-    """ArithmeticError where `run` is wrong in this case: outputs and, where the case trains, gradients may be off, in norm,
-    by four rounding units of their dtype from the equation in float32. Dropout, whose draws differ, is not compared."""
+    """Raises ArithmeticError if `run` is wrong in this case: outputs and, if the case trains, gradients may differ in norm by
+    four rounding units of their dtype from the equation in float32. Dropout is not compared, because its draws differ."""
     if case.dropout:
         return
     with _apart(case):
@@ -21,7 +21,7 @@ def check(run, case) -> None:
 
 
 def milliseconds(run, case) -> float:
-    """Mean time of the GPU for a call of `run` in this case, backward included where the case trains."""
+    """Mean GPU time per call of `run` in this case, including the backward if the case trains."""
     with _apart(case):
         leaves, options, dy = _inputs(case, *TIMED)
         return _time(lambda: _outputs(run, leaves, options, dy))
@@ -29,8 +29,7 @@ def milliseconds(run, case) -> float:
 
 @contextlib.contextmanager
 def _apart(case):
-    """On the case's device, and nothing of the caller's (autocast, inference mode, random numbers, fake tensors) touched or
-    seen."""
+    """Runs on the case's device, isolated from the caller's state (autocast, inference mode, random numbers, fake tensors)."""
     with (
         unset_fake_temporarily(),
         torch.cuda.device(case.device),
@@ -63,7 +62,7 @@ def _outputs(run, leaves, options, dy):
 
 
 def _compare(run, case):
-    from .op import attention  # the choice imports the probe
+    from .op import attention  # imported here, because op imports the probe
 
     leaves, options, dy = _inputs(case, *CHECKED)
     got = _outputs(run, leaves, options, dy)
@@ -71,7 +70,7 @@ def _compare(run, case):
     want = _outputs(lambda *args: attention(*args, impl="math"), exact, options, dy.float())
     for name, a, b in zip(("y", "dq", "dk", "dv"), got, want, strict=False):
         error = ((a.float() - b).norm() / b.norm()).item()
-        budget = max(4 * torch.finfo(case.dtype).eps, 1e-4)  # float32 may be tensor cores' tf32, as the user has set it
+        budget = max(4 * torch.finfo(case.dtype).eps, 1e-4)  # float32 products may be tf32, if the user has set that
         if case.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
             budget = 4 * 2.0**-10
         if not error <= budget:

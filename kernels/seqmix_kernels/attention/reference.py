@@ -1,11 +1,11 @@
-"""The equation of README.md in plain torch: every score is made, so memory grows with L · S."""
+"""The equation of README.md in plain torch: it stores every score, so memory grows with L · S."""
 
 import functools
 
 import torch
 from torch import Tensor
 
-Windows = tuple[int | None, ...]  # one a head
+Windows = tuple[int | None, ...]  # one per head
 
 
 def attention(
@@ -29,7 +29,7 @@ def attention(
     if slopes is not None:
         scores = scores - constant(slopes, wide, q.device)[:, None, None] * (t - s)
     seen = visible(t, s, windows, seq_idx)
-    # a finite floor, and the weights of a row that sees nothing set to 0: neither it nor its gradients are NaN
+    # the floor is finite, and the weights of a row that sees nothing are set to 0: no NaN in it or its gradients
     weights = scores.masked_fill(~seen, torch.finfo(wide).min).softmax(-1).masked_fill(~seen, 0.0)
     if dropout:
         weights = torch.dropout(weights, dropout, train=True)
@@ -37,7 +37,7 @@ def attention(
 
 
 def positions(L: int, S: int, lengths: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
-    """t of each query, (L, 1) or (B, 1, L, 1), and s of each key, (S,): the last query stands at the last key."""
+    """t of each query, (L, 1) or (B, 1, L, 1), and s of each key, (S,): the last query is at the position of the last key."""
     last = S if lengths is None else lengths[:, None, None, None]
     t = last - L + torch.arange(L, device=device)[:, None]
     return t, torch.arange(S, device=device)
@@ -59,14 +59,14 @@ def visible(t: Tensor, s: Tensor, windows: Windows | None = None, seq_idx: Tenso
 
 
 def documents(seq_idx: Tensor) -> Tensor:
-    """(B, L) numbers that grow by one where seq_idx changes: an index that comes back later is another document."""
+    """(B, L) numbers that increase by one where seq_idx changes: an index that occurs again later is another document."""
     new = torch.zeros_like(seq_idx)
     new[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
     return new.cumsum(1)
 
 
 def constant(values: tuple, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor that is made once: a copy from the host would have no place in a CUDA graph."""
+    """A tensor that is created once and cached: a copy from the host cannot be captured in a CUDA graph."""
     return torch.tensor(values, dtype=dtype, device=device) if passing() else _kept(values, dtype, device)
 
 
@@ -77,10 +77,10 @@ def _kept(values, dtype, device):
 
 
 def passing() -> bool:
-    """Whether a tensor made now must not be kept: torch.compile's, or one that a mode (FakeTensorMode) puts in its place."""
+    """Whether a tensor created now must not be cached: one of torch.compile, or of a mode that replaces it (FakeTensorMode)."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def known(condition) -> bool:
-    """Under torch.compile with lengths that vary a comparison is a symbol: a branch makes it a guard."""
+    """The condition as a bool: under torch.compile with dynamic shapes it is symbolic, and the branch adds a guard."""
     return True if condition else False

@@ -1,4 +1,5 @@
-"""Rotary positions (Su et al. 2021, "RoFormer", §3.4.2), in the halves layout: pair i is numbers i and i + R/2 of a head."""
+"""Rotary positions (Su et al. 2021, "RoFormer", §3.4.2), in the half-split layout: pair i is the numbers i and i + R/2 of a
+head."""
 
 import functools
 import importlib.util
@@ -28,7 +29,7 @@ def _kept(width, base, device, dtype):
 def rotary_phases(positions: Tensor, width: int, base: float, shrink: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin (..., 1, width/2) of t/shrink · base^(-2i/width) for positions t (...), integers.
 
-    In float32 or wider whatever `dtype`: 16-bit numbers cannot tell position 256 from 257.
+    In float32 or wider whatever `dtype`: 16-bit numbers cannot distinguish position 256 from 257.
     """
     frequency = rotary_frequencies(width, base, positions.device, dtype)
     phase = (positions.to(frequency.dtype) / shrink)[..., None, None] * frequency  # (..., 1, R/2)
@@ -36,7 +37,7 @@ def rotary_phases(positions: Tensor, width: int, base: float, shrink: float, dty
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn pair (i, i + R/2) of the first R numbers of x (..., H, P) by phase i; result in the dtype of the phases."""
+    """Rotates pair (i, i + R/2) of the first R numbers of x (..., H, P) by phase i; the result has the dtype of the phases."""
     half = cos.shape[-1]
     a, b, rest = x.to(cos.dtype).split((half, half, x.shape[-1] - 2 * half), dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos, rest), dim=-1)
@@ -47,8 +48,8 @@ def rotate_queries_and_keys(
 ) -> tuple[Tensor, Tensor]:
     """qk (B, L, H + H_kv, P), H = n_heads, at positions (L,) or (B, L) -> q (B, L, H, P), k (B, L, H_kv, P), in qk's dtype.
 
-    The first `width` numbers of every head turn, in float32 or wider. On a GPU it is one kernel, and one back; under
-    torch.compile and elsewhere plain torch.
+    The first `width` numbers of every head are rotated, in float32 or wider. On a GPU this is one kernel forward and one
+    backward; under torch.compile and elsewhere it is plain torch.
     """
     fused = qk.is_cuda and qk.dtype != torch.float64 and not torch.compiler.is_compiling() and _has_triton()
     if fused:
@@ -114,7 +115,7 @@ def _derivative(ctx, dq, dk):
     return torch.ops.seqmix.rotate_back(dq, dk, *ctx.saved_tensors, ctx.shrink), None, None, None, None
 
 
-def _derivative_back(ctx, dqk):  # a rotation's gradient is the rotation back, and that one's the rotation
+def _derivative_back(ctx, dqk):  # the gradient of a rotation is the inverse rotation, whose gradient is the rotation
     return *torch.ops.seqmix.rotate(dqk, *ctx.saved_tensors, ctx.shrink, ctx.n_heads), None, None, None
 
 

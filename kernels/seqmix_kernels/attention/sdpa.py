@@ -1,4 +1,4 @@
-"""What ships with torch: FlashAttention-2, cuDNN's and the memory-efficient kernel on a GPU, a tiled one on a CPU."""
+"""The kernels that ship with torch: FlashAttention-2, cuDNN's and the memory-efficient one on a GPU, a tiled one on a CPU."""
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,7 @@ def why_not(impl: str, case) -> str | None:
         return "it is not deterministic"
     major, minor = torch.cuda.get_device_capability(case.device)
     if major < 8:
-        return f"it needs compute capability 8.0, this card has {major}.{minor}"
+        return f"it needs compute capability 8.0, this GPU has {major}.{minor}"
     most = 128 if impl == "cudnn" else 256
     if case.head_dim > most:
         return f"heads are at most {most} wide, these are {case.head_dim} with padding and positions"
@@ -55,9 +55,10 @@ def flash(
     dropout: float,
     longest: int | None = None,
 ) -> Tensor:
-    """FlashAttention-2 as torch has it, on (B, L, H, P) without a transpose; with offsets on (B L, H, P).
+    """torch's FlashAttention-2, on (B, L, H, P) without a transpose; with offsets on (B L, H, P).
 
-    Not through scaled_dot_product_attention: that knows neither a window nor documents nor a cache's corner.
+    scaled_dot_product_attention is not used, because it supports neither a window nor documents nor a causal mask aligned to
+    the last key.
     """
     sides = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
     L, S = (q.shape[1], k.shape[1]) if offsets is None else (longest, longest)
@@ -76,7 +77,7 @@ def masked(
     lengths: Tensor | None,
     dropout: float,
 ) -> Tensor:
-    """scaled_dot_product_attention with the one backend; what `is_causal` cannot say is a mask (.., L, S)."""
+    """scaled_dot_product_attention with one backend; what `is_causal` cannot express becomes a mask (.., L, S)."""
     L, S, H, H_kv = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, L, P), (B, H_kv, S, P)
     plain = windows is None and seq_idx is None and lengths is None
@@ -86,7 +87,7 @@ def masked(
         mask = visible(t, s, windows, seq_idx)
         mask = mask.view((1,) * (4 - mask.dim()) + mask.shape)  # 1 or B, 1 or H, L, S
         if lengths is not None:
-            mask = mask | (t < 0) & (s == 0)  # a row that sees nothing looks at one key, and is set to 0 below
+            mask = mask | (t < 0) & (s == 0)  # a row that sees nothing is given one key, and set to 0 below
     folded = L == 1 < H // H_kv and (mask is None or mask.shape[1] == 1)
     if folded:  # the query heads of one key head become its queries
         q = q.reshape(q.shape[0], H_kv, H // H_kv, q.shape[-1])

@@ -1,4 +1,4 @@
-"""One token against a cache: rotate, write, attend. The operator of decoding, with the cache advanced in place."""
+"""One token against a cache: rotate, write, attend. This is the operator for decoding; it updates the cache in place."""
 
 import functools
 
@@ -26,23 +26,24 @@ def attention_step(
     slopes: tuple[float, ...] | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """The token at position `length` of every row: what `attention` with lengths + 1 gives, in one or two launches.
+    """Attention of the token at position `length` of every row: `attention` with lengths + 1, in one or two launches.
 
         k_cache[:, :, length] = R(length) k        v_cache[:, :, length] = v
         y = softmax over s <= length of (R(length) q · k_cache_s / √P - slope (length - s)), times v_cache
 
     Args:
-        q: (B, H, P); k, v: (B, H_kv, P), not yet rotated, of float32, bfloat16, float16 (float64 in "torch").
-        k_cache, v_cache: (B, H_kv, C, P), written at slot `length`; P dense. In their dtype the keys are kept.
-        length: (B,) int32, on the device, each below C. Nothing is asked of it: a CUDA graph can hold this call. Past C
-            nothing is written and "fused" gives NaN; "torch" stops with an error, on a GPU an assertion.
-        rotary_dim, rope_base, rope_shrink: R turns the first rotary_dim numbers of a head, as `rotary_phases` has it.
-        windows, slopes: one a head, as in `attention`.
-        impl: "fused" is one Triton kernel that shares a row's keys among programs, and one that adds their parts up; it reads
-            the slots that are filled and no other. "torch" is the same in plain torch, for any device.
+        q: (B, H, P); k, v: (B, H_kv, P), not yet rotated, in float32, bfloat16, float16 (float64 with "torch").
+        k_cache, v_cache: (B, H_kv, C, P), written at slot `length`; P contiguous. Keys and values are stored in their dtype.
+        length: (B,) int32, on the device, each below C. The host does not read it, so a CUDA graph can capture this call.
+            Past C nothing is written and "fused" gives NaN; "torch" raises an error, on a GPU a device assert.
+        rotary_dim, rope_base, rope_shrink: R rotates the first rotary_dim numbers of a head by `rotary_phases`.
+        windows, slopes: one per head, as in `attention`.
+        impl: "fused" is one Triton kernel that splits a row's keys among programs, and one that combines their results; it
+        reads
+            only the slots that are filled. "torch" computes the same in plain torch, on any device.
 
     Returns:
-        y (B, H, P) in q's dtype, and length + 1. "fused" has no gradient; "auto" takes "torch" where one is wanted.
+        y (B, H, P) in q's dtype, and length + 1. "fused" has no gradient; "auto" selects "torch" where one is needed.
 
     Raises:
         ValueError: an implementation that cannot run here.
@@ -103,7 +104,7 @@ def _plain(q, k, v, k_cache, v_cache, length, rotary_dim, rope_base, rope_shrink
         phases = rotary_phases(length, rotary_dim, rope_base, rope_shrink, q.dtype)  # (B, 1, R/2)
         q, k = rotate(q, *phases).to(v.dtype), rotate(k, *phases)
     rows = torch.arange(len(length), device=length.device)
-    k_cache.transpose(1, 2).index_put_((rows, length), k.to(k_cache.dtype))  # past C it is an error, on the device too
+    k_cache.transpose(1, 2).index_put_((rows, length), k.to(k_cache.dtype))  # past C this raises an error, also on the device
     v_cache.transpose(1, 2).index_put_((rows, length), v.to(v_cache.dtype))
     keys, values = (t.transpose(1, 2).to(q.dtype) for t in (k_cache, v_cache))  # (B, C, H_kv, P)
     return attention(q[:, None], keys, values, windows, slopes, lengths=length + 1)[:, 0], length + 1

@@ -1,4 +1,4 @@
-"""Short causal depthwise convolution with a state: `causal_conv1d`, and `which_impl` for what "auto" takes and why."""
+"""Short causal depthwise convolution with a state: `causal_conv1d`. `which_impl` returns what "auto" selects and why."""
 
 from .op import IMPLS, causal_conv1d, which_impl
 

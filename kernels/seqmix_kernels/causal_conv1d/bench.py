@@ -1,11 +1,11 @@
-"""Times the convolution with SiLU through its public operator, forward and forward + backward, beside torch's own.
+"""Times the convolution with SiLU through its public operator, forward and forward + backward, and torch's own convolution.
 
     python -m seqmix_kernels.causal_conv1d.bench [--shapes 8x2048x3072,...] [--dtype bfloat16] [--taps 4] [--count 20]
 
-torch: F.conv1d over D groups, cut to L steps, and F.silu, on x transposed (the layout that the projections around it leave)
-and on x stored as torch wants it, (B, D, L). Times of the GPU alone, by CUDA graphs (../graph_timing.py), and eager_ms of a
-forward + backward from the host; peak MiB of one forward + backward above its inputs. floor: 2 tensors forward and 5 for both
-at the card's bandwidth, measured.
+torch: F.conv1d over D groups, cut to L steps, and F.silu, on x transposed (the layout of the projections around it)
+and on x stored in torch's layout, (B, D, L). Times are of the GPU alone, by CUDA graphs (../graph_timing.py); eager_ms is a
+forward + backward launched by the host; peak is the MiB of one forward + backward above its inputs. floor: the time to move 2
+tensors forward and 5 for both at the GPU's measured bandwidth.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def measure(variant: str, batch: int, length: int, width: int, taps: int, dtype:
 
 
 def floor(batch: int, length: int, width: int, dtype: torch.dtype) -> dict:
-    ms = batch * length * width * dtype.itemsize / memory_bandwidth() * 1e3  # a tensor
+    ms = batch * length * width * dtype.itemsize / memory_bandwidth() * 1e3  # to move one tensor
     return {"variant": "floor", "fwd_ms": 2 * ms, "fwd_bwd_ms": 5 * ms}
 
 

@@ -1,6 +1,6 @@
 """The C kernel (cpu.c) as `forward` and `backward` over torch tensors.
 
-float32 inside; 16-bit tensors are widened around it. What it saves: nothing but the inputs.
+It computes in float32; 16-bit tensors are converted before and after. It saves only the inputs.
 """
 
 import ctypes
@@ -13,13 +13,13 @@ from ..c_library import load
 
 _SOURCE = Path(__file__).with_name("cpu.c")
 MAX_TAPS = 4
-_BLOCK = 8  # vectors of channels in a task at most
-_TASKS = 16  # a block shrinks until there are so many tasks
-_SMALL = 1 << 14  # elements that one thread does sooner than it wakes another
+_BLOCK = 8  # most vectors of channels per task
+_TASKS = 16  # a block shrinks until there are this many tasks
+_SMALL = 1 << 14  # up to this many elements one thread is faster than waking others
 
 
 def why_not() -> str | None:
-    """Why the C kernel cannot run on this machine; None if it can. Compiles it where that has not been done."""
+    """Why the C kernel cannot run on this machine; None if it can. It compiles the kernel if necessary."""
     found = load(_SOURCE)
     return found if isinstance(found, str) else None
 
@@ -63,7 +63,7 @@ def _new(*shape: int) -> Tensor:
 
 
 def _call(function, x, dy, weight, bias, initial_state, dfinal, seq_idx, silu, forward, backward) -> None:
-    """Fills `struct args` of cpu.c, whose fields are all of eight bytes, and runs the function."""
+    """Fills `struct args` of cpu.c, whose fields all have eight bytes, and calls the function."""
     library = load(_SOURCE)
     if isinstance(library, str):
         raise RuntimeError(f"the CPU convolution cannot run here: {library}")

@@ -3,10 +3,10 @@
     pre_t = bias + sum_w weight_w x_{t-W+1+w},   y = silu(pre) or pre
     g = dy silu'(pre),   dx_s = sum_j weight_{W-1-j} g_{s+j},   dweight_w = sum_t g_t x_{t-W+1+w}
 
-A program walks a span of steps with a block of channels, a few channels a thread. The last W - 1 inputs (in the backward
-the last W - 1 g too) stay in registers: each element is loaded once, and threads share nothing. Neighbouring spans overlap
-by W - 1 steps. Positions -(W-1) to -1 are the initial state's. dweight and dbias leave as a partial sum a program, added up
-in a fixed order.
+A program walks a span of steps for a block of channels, a few channels per thread. The last W - 1 inputs (in the backward
+also the last W - 1 values of g) stay in registers: each element is loaded once, and threads share nothing. Neighbouring spans
+overlap by W - 1 steps. Positions -(W-1) to -1 are the initial state. Each program writes a partial sum of dweight and dbias;
+these are added in a fixed order.
 """
 
 import os
@@ -20,9 +20,9 @@ from ..launch import launch
 from ..selective_scan.triton_kernels import sigmoid
 
 MAX_TAPS = 8
-BLOCK, LANE = 256, 2  # channels of a program at most, and of a thread
-GROUP = 8  # rows loaded together: no load is moved ahead of the stores of earlier rows
-SPAN, BWD_SPAN = 64, 128  # steps a program walks
+BLOCK, LANE = 256, 2  # most channels per program, and channels per thread
+GROUP = 8  # rows loaded together, because no load is moved ahead of the stores of earlier rows
+SPAN, BWD_SPAN = 64, 128  # steps per program
 
 
 @triton.jit
@@ -79,7 +79,7 @@ def fwd_kernel(
         t = t0 - (W - 1) + w
         past = past + ((input_row(xp, ip, t, d, dm, L, D, sxl, sxd, W, HAS_INI), document(docs, t, L, HAS_SEQ)),)  # noqa: RUF005
     for i in range(0, tl.minimum(SPAN, L - t0), GROUP):
-        seen = past  # and the inputs of this group
+        seen = past  # then the inputs of this group
         for u in tl.static_range(GROUP):
             t = t0 + i + u
             seen = seen + ((input_row(xp, ip, t, d, dm, L, D, sxl, sxd, W, False), document(docs, t, L, HAS_SEQ)),)  # noqa: RUF005
@@ -152,7 +152,7 @@ def bwd_kernel(
                     pre += seen[w] * taps[w]
                 sg = sigmoid(pre)
                 g *= sg * (1.0 + pre * (1.0 - sg))
-            own = tl.where(i + u < SPAN - (W - 1), g, 0.0)  # the steps after are the next program's
+            own = tl.where(i + u < SPAN - (W - 1), g, 0.0)  # later steps belong to the next program
             added = (sums[0] + own,)
             for w in tl.static_range(W):
                 added = added + (sums[w + 1] + own * seen[w],)  # noqa: RUF005
@@ -184,7 +184,7 @@ def bwd_kernel(
 
 
 def why_not(x: Tensor, weight: Tensor) -> str | None:
-    """Why these tensors cannot go through the kernels; None if they can."""
+    """Why the kernels cannot run on these tensors; None if they can."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         if x.device.type != "cpu":
             return "Triton's interpreter is on and x is not on the CPU"
@@ -267,7 +267,7 @@ def _warps(block: int) -> int:
 
 
 def _documents(seq_idx) -> Tensor | None:
-    """Documents numbered from 0 at each border, (B, L) int32; the initial state belongs to document 0."""
+    """The number of each step's document, from 0, (B, L) int32; the initial state belongs to document 0."""
     if seq_idx is None:
         return None
     new = torch.zeros(seq_idx.shape, dtype=torch.int32, device=seq_idx.device)

@@ -1,4 +1,4 @@
-"""The public short convolution: its contract, the choice of an implementation, the registered op."""
+"""The public short convolution: its contract, the choice of an implementation and the registered op."""
 
 import functools
 import logging
@@ -24,29 +24,29 @@ def causal_conv1d(
     seq_idx: Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Causal depthwise convolution, from a state to a state.
+    """Causal depthwise convolution that takes an initial state and returns the final one.
 
         y_t = act(bias + Σ_w weight[:, w] · x_{t-W+1+w})        w = 0 .. W-1
 
     Args:
         x: (B, L, D), channel-last, any strides; float32, bfloat16, float16 or float64.
-        weight: (D, W), W >= 1, in x's dtype or float32; its last tap meets the present step.
-        bias: (D,), the same dtypes.
+        weight: (D, W), W >= 1, in x's dtype or float32; the last tap multiplies the current step.
+        bias: (D,), in x's dtype or float32.
         activation: None or "silu".
-        initial_state: (B, W-1, D), the inputs before the first, oldest first; zeros if None.
-        seq_idx: (B, L) integers. Where it changes from t-1 to t a new document starts, and nothing before t is seen
-            from t on. The initial state belongs to the document of position 0.
-        impl: one of IMPLS. "auto" is what `which_impl` answers.
+        initial_state: (B, W-1, D), the inputs before the first step, oldest first; zeros if None.
+        seq_idx: (B, L) integers. Where it changes from t-1 to t a new document starts, and steps from t on do not
+            see those before t. The initial state belongs to the document of position 0.
+        impl: one of IMPLS. "auto" selects what `which_impl` returns.
 
     Returns:
         y (B, L, D) in x's dtype and the final state (B, W-1, D) in x's dtype: the last W-1 inputs, padded on the left
-        with the old state. With seq_idx only inputs of the last document are kept, the others are zero, so that the
-        state continues that document. All is differentiable, the states too.
+        with the old state. With seq_idx only inputs of the last document are kept and the others are zero, so that
+        the state continues that document. Differentiable in all float inputs, including the initial state.
 
-    Under autocast x and the state are cast to the autocast dtype; the sum runs in float32 in any case.
+    Under autocast x and the state are cast to the autocast dtype; sums are always in float32.
 
     Raises:
-        ValueError: a shape, dtype, device or name that does not fit, or an implementation that cannot run here.
+        ValueError: an invalid shape, dtype, device or name, or an implementation that cannot run here.
     """
     device = x.device.type
     if x.dtype != torch.float64 and torch.is_autocast_enabled(device):
@@ -62,7 +62,7 @@ def causal_conv1d(
 
 
 def which_impl(x: Tensor, weight: Tensor) -> tuple[str, str]:
-    """What "auto" takes for tensors like these, and why: ("cpu", "C kernel, ...")."""
+    """What "auto" selects for tensors like these, and why: ("cpu", "C kernel, ...")."""
     if x.dtype == torch.float64:
         return "reference", "float64 is for checking: the equation in plain torch"
     best = "fused" if x.is_cuda else "cpu"
@@ -90,8 +90,8 @@ def why_not(impl: str, x: Tensor, weight: Tensor) -> str | None:
     return None
 
 
-# torch.compile takes the answer for a constant: tracing must not run a C compiler. This mark is all that
-# torch.compiler.assume_constant_result sets, but that imports the whole compiler, and Triton with it
+# torch.compile must treat the result as a constant: tracing must not run a C compiler. torch.compiler.assume_constant_result
+# only sets this attribute, but calling it imports the whole compiler, and Triton with it
 cpu.why_not._dynamo_marked_constant = True
 
 
@@ -117,7 +117,7 @@ def _choose(x: Tensor, weight: Tensor, impl: str) -> str:
 
 @functools.cache
 def _say_once(device: str, double: bool, taps: int, name: str, reason: str) -> None:
-    log.info("causal_conv1d on %s takes %s: %s", device, name, reason)
+    log.info("causal_conv1d on %s uses %s: %s", device, name, reason)
 
 
 # ---- the registered op ----------------------------------------------------------------------------------------------

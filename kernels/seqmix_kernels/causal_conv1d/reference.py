@@ -1,8 +1,8 @@
-"""The causal depthwise convolution in plain torch: W shifted copies, each times its tap, added.
+"""The causal depthwise convolution in plain torch: the sum of W shifted copies, each times its tap.
 
-    y_t = act(bias + Σ_w weight_w · x_{t-W+1+w})        w = 0 .. W-1; the last tap meets the present
+    y_t = act(bias + Σ_w weight_w · x_{t-W+1+w})        w = 0 .. W-1; the last tap multiplies the current step
 
-Steps before the sequence come from the state. A step of another document (another seq_idx) counts as zero.
+Steps before the sequence come from the state. Steps of other documents (see seq_idx) count as zero.
 """
 
 import torch
@@ -19,7 +19,7 @@ def reference(x, weight, bias=None, activation=None, initial_state=None, seq_idx
     window = torch.cat([past, x], 1) if back else x  # (B, W-1+L, D)
     final = window[:, length:] if back else x[:, :0]
     if seq_idx is not None:
-        # a document's number, counted up at each border: the state belongs to the document of position 0
+        # documents are numbered in order; the initial state belongs to the document of position 0
         document = F.pad((seq_idx[:, 1:] != seq_idx[:, :-1]).cumsum(1), (taps if length else back, 0))
         final = final.masked_fill((document[:, length:] != document[:, -1:]).unsqueeze(2), 0)
     acc = torch.promote_types(x.dtype, torch.float32)

@@ -1,5 +1,5 @@
-"""The loss of each token, from hidden states with one tensor of logits, or from logits. `which_impl` says what "auto" takes and
-why."""
+"""The loss per token, from hidden states (with one tensor of logits) or from logits. `which_impl` returns what "auto" selects
+and why."""
 
 from .op import IMPLS, cross_entropy, linear_cross_entropy, which_impl
 

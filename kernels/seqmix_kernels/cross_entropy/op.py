@@ -1,12 +1,12 @@
-"""The public operators: their contracts, the choice of an implementation.
+"""The public operators: their contracts and the choice of an implementation.
 
     l_tv   = Σ_d x_td W_vd                                         (linear_cross_entropy)
     loss_t = log Σ_v exp(l_tv) - l_{t, target_t}                   ∂l_tv = ∂loss_t (exp(l_tv - log Σ) - [v = target_t])
 
-With V = 50,000 the logits are the largest tensor of a small language model. In plain torch the loss makes three more of them
-in float32 (the logits, their log-softmax, its gradient): 14 bytes per element at the peak beside the 2 of bfloat16 logits.
-The kernels read the logits twice, forward and backward, and write their gradient: 2 bytes per element more, or none where the
-operator made the logits itself and may overwrite them.
+With V = 50,000 the logits are the largest tensor of a small language model. In plain torch the loss allocates three more
+of that size in float32 (the logits, their log-softmax, its gradient): 14 bytes per element at the peak, besides the 2 of
+bfloat16 logits. The kernels read the logits twice, forward and backward, and write their gradient: this takes 2 more bytes per
+element, or none where the operator computed the logits itself and may overwrite them.
 """
 
 import torch
@@ -22,26 +22,26 @@ IMPLS = ("auto", "reference", "fused")
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100, impl: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """-log softmax(x weightᵀ)[target] per token, and whether the target is the model's first choice.
+    """-log softmax(x weightᵀ)[target] per token, and whether the target is the model's top prediction.
 
     Args:
         x: (T, D), any strides: hidden states.
         weight: (V, D), any strides: the output embedding.
         targets: (T,) integers in 0 .. V-1, or ignore_index.
-        impl: one of IMPLS; "auto" is what `which_impl` answers for x.
+        impl: one of IMPLS; "auto" selects what `which_impl` returns for x.
 
     Returns:
-        losses (T,) float32 (float64 where x is): 0 where the target is ignore_index. Differentiable in x and weight. "fused"
-        overwrites its logits with their gradient: a second backward through the same graph is a RuntimeError, and
+        losses (T,) float32 (float64 if x is): 0 where the target is ignore_index. Differentiable in x and weight. "fused"
+        overwrites its logits with their gradient: a second backward through the same graph raises a RuntimeError, and
         create_graph=True a NotImplementedError.
-        right (T,) bool: the target has the largest logit, and no class before it has the same; False where the target is
-        ignore_index or the loss is NaN.
+        right (T,) bool: True where the target has the largest logit and no class before it has an equal one; False where the
+        target is ignore_index or the loss is NaN.
 
     Under autocast x and weight are cast to the autocast dtype, unless one of them is float64. Gradients have the dtypes of x
     and weight.
 
     Raises:
-        ValueError: a shape, dtype, device or name that does not fit, or an implementation that cannot run here.
+        ValueError: an invalid shape, dtype, device or name, or an implementation that cannot run here.
     """
     if not (x.dim() == weight.dim() == 2 and x.shape[1] == weight.shape[1]):
         raise ValueError(f"x must be (T, D) and weight (V, D); got shapes {tuple(x.shape)} and {tuple(weight.shape)}")
@@ -66,18 +66,18 @@ def linear_cross_entropy(
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100, impl: str = "auto") -> Tensor:
-    """-log softmax(logits)[target] per token, of logits that the caller has.
+    """-log softmax(logits)[target] per token, for given logits.
 
     Args:
-        logits: (T, V), any strides, any float dtype; the sums are in float32 (float64 where the logits are).
+        logits: (T, V), any strides, any float dtype; the sums are in float32 (float64 if the logits are).
         targets: (T,) integers in 0 .. V-1, or ignore_index.
-        impl: one of IMPLS; "auto" is what `which_impl` answers for the logits.
+        impl: one of IMPLS; "auto" selects what `which_impl` returns for the logits.
 
     Returns:
-        (T,) float32 (float64): 0 where the target is ignore_index. Differentiable in the logits, by "fused" once.
+        (T,) float32 (float64): 0 where the target is ignore_index. Differentiable in the logits, with "fused" only once.
 
     Raises:
-        ValueError: a shape, dtype, device or name that does not fit, or an implementation that cannot run here.
+        ValueError: an invalid shape, dtype, device or name, or an implementation that cannot run here.
     """
     if logits.dim() != 2 or not logits.is_floating_point():
         raise ValueError(f"logits must be (T, V) and real; got shape {tuple(logits.shape)}, {logits.dtype}")
@@ -93,7 +93,7 @@ def reference(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
 
 
 def which_impl(x: Tensor) -> tuple[str, str]:
-    """What "auto" takes for hidden states or logits like these, and why: ("fused", "fused GPU kernels")."""
+    """What "auto" selects for hidden states or logits like these, and why: ("fused", "fused GPU kernels")."""
     if torch.compiler.is_compiling():
         return "reference", "torch.compile fuses it by itself"
     reason = why_not(x)
@@ -146,8 +146,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         x, rows, targets, log_sums, logits = ctx.saved_tensors
         if ctx.overwritten:
             raise RuntimeError(
-                "linear_cross_entropy can run backward once: the logits it kept were overwritten by their gradient. "
-                "Ask for all gradients in one backward, or call it again."
+                "linear_cross_entropy can run backward once: the logits it saved were overwritten by their gradient. "
+                "Compute all gradients in one backward, or call it again."
             )
         ctx.overwritten = True
         fused.backward(dlosses, logits, targets, log_sums, ctx.ignore_index, ctx.size[0], out=logits)
@@ -156,7 +156,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 dx = logits @ rows
             if ctx.needs_input_grad[1]:
-                # with the rows of padding, which cuBLAS wants here, too: without them this took 2.4 ms of an H200, not 1.7
+                # with the padding rows, which cuBLAS needs here, too: without them this took 2.4 ms on an H200 instead of 1.7
                 whole = x.new_empty(rows.shape, dtype=ctx.dtype)
                 product(logits.t(), x, whole)
                 dweight = whole[: ctx.size[0]]

@@ -1,4 +1,4 @@
-"""Rows of a table by number, and the sums of their gradients in a fixed order. `which_impl` says what "auto" takes and why."""
+"""Embedding whose gradient is summed in a fixed order. `which_impl` returns what "auto" selects and why."""
 
 from .op import IMPLS, embedding, which_impl
 

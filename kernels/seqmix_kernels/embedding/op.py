@@ -1,9 +1,9 @@
-"""The public operator: its contract, the choice of an implementation.
+"""The public operator: its contract and the choice of an implementation.
 
     y_t = W[token_t]          ∂W[v] = Σ of ∂y_t over the t with token_t = v
 
-In plain torch on a GPU the gradient takes about ten kernels, and for a small V one of them adds with atomics, so that it is not
-the same twice. Here its sums are in float32 and in a fixed order.
+In plain torch on a GPU the gradient takes about ten kernels, and for a small V one of them adds with atomics, so that the
+result is not reproducible. Here the sums are in float32 and in a fixed order.
 """
 
 import torch
@@ -16,22 +16,24 @@ IMPLS = ("auto", "reference", "fused")
 
 
 def embedding(tokens: Tensor, weight: Tensor, impl: str = "auto") -> Tensor:
-    """The row of `weight` of each token.
+    """The row of `weight` for each token.
 
     Args:
         tokens: (...), int64 or int32, any strides, in 0 .. V-1.
         weight: (V, D), any strides, any float dtype.
-        impl: one of IMPLS; "auto" is what `which_impl` answers.
+        impl: one of IMPLS; "auto" selects what `which_impl` returns.
 
     Returns:
-        (..., D) in weight's dtype. Differentiable in weight, by "fused" once: create_graph=True is a NotImplementedError.
-        The gradient is bitwise the same twice on one kind of GPU, and zero in the rows of tokens that do not occur.
+        (..., D) in weight's dtype. Differentiable in weight, with "fused" only once: create_graph=True raises a
+        NotImplementedError. The gradient is bitwise reproducible on one model of GPU, and zero in the rows of tokens that do
+        not occur.
 
-    A token outside 0 .. V-1 is an IndexError on the CPU. "fused" neither reads nor writes outside the table, nor waits for the
-    device to report it: the row of such a token is NaN and has no gradient, where torch stops the device.
+    A token outside 0 .. V-1 raises an IndexError on the CPU. "fused" neither reads nor writes outside the table and does not
+    synchronize with the device to report it: the row of such a token is NaN and has no gradient, whereas torch triggers a
+    device assert.
 
     Raises:
-        ValueError: a shape, dtype, device or name that does not fit, or an implementation that cannot run here.
+        ValueError: an invalid shape, dtype, device or name, or an implementation that cannot run here.
     """
     if weight.dim() != 2 or not weight.is_floating_point():
         raise ValueError(f"weight must be (V, D) and real; got shape {tuple(weight.shape)}, {weight.dtype}")
@@ -53,7 +55,7 @@ def embedding(tokens: Tensor, weight: Tensor, impl: str = "auto") -> Tensor:
 
 
 def which_impl(weight: Tensor) -> tuple[str, str]:
-    """What "auto" takes for a weight like this, and why: ("fused", "fused GPU kernels")."""
+    """What "auto" selects for a weight like this, and why: ("fused", "fused GPU kernels")."""
     if torch.compiler.is_compiling():
         return "reference", "torch.compile fuses it by itself"
     reason = why_not(weight)

@@ -1,4 +1,4 @@
-"""The public long convolution: its contract, the choice of an implementation, the registered op."""
+"""The public long convolution: its contract, the choice of an implementation and the registered op."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ def fft_conv(
     gate: Tensor | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """Causal convolution with a kernel as long as the sequence, in O(L log L), its skip, activation and gate with it.
+    """Causal convolution with a kernel as long as the sequence, in O(L log L), with its skip, activation and gate.
 
         y_t = act(Σ_{s<=t} kernel_{t-s} u_s + D u_t) ∘ gate_t
 
     Args:
         u: (B, L, D), channel-last, any strides; float32, bfloat16, float16 or float64.
-        kernel: (D, K), float32, or float64 for u in float64; taps beyond L are not used, missing ones count as zero.
+        kernel: (D, K), float32, or float64 for u in float64; taps beyond L are not used, missing taps count as zero.
         D: (D,) float32 or float64, or None.
         activation: None, "gelu" (exact) or "silu".
         gate: (B, L, D) in u's dtype, or None.
-        impl: one of IMPLS; "auto" is what `which_impl` answers.
+        impl: one of IMPLS; "auto" selects what `which_impl` returns.
 
     Returns:
-        y (B, L, D) in u's dtype. Transforms run in float32 whatever that is (float64 for float64): 16-bit ones know
-        powers of two only. Kept for the backward are the arguments and, with an activation or a gate, what stood
-        before it, in u's dtype; no spectrum. Under autocast u and gate are cast to the autocast dtype.
+        y (B, L, D) in u's dtype. Transforms run in float32 whatever that dtype is (float64 for float64): 16-bit ones exist
+        for powers of two only. Saved for the backward are the arguments and, with an activation or a gate, the value
+        before it, in u's dtype, but no spectrum. Under autocast u and gate are cast to the autocast dtype.
 
     Raises:
-        ValueError: a shape, dtype, device or name that does not fit, or an implementation that cannot run here.
+        ValueError: an invalid shape, dtype, device or name, or an implementation that cannot run here.
     """
     u, gate = _autocast(u, gate)
     _check(u, kernel, D, activation, gate)
@@ -67,14 +67,16 @@ def fft_conv_carry(
     activation: str | None = None,
     gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`fft_conv` of a piece of a sequence: from a state to a state, so that pieces of any lengths equal the whole.
+    """`fft_conv` of a piece of a sequence. Its state carries the past, so that pieces of any lengths equal the whole.
 
     Args:
-        state: (B, K-1, D) float32 (float64 for float64): what the inputs before add to the next K-1 sums; zeros at
-            the start. The others are those of `fft_conv`; all taps count, whatever L is. In plain torch.
+        state: (B, K-1, D) float32 (float64 for float64): what earlier inputs contribute to the next K-1 sums; zeros at
+            the start. The other arguments are those of `fft_conv`; all taps count, whatever L is.
+
+    It is computed in plain torch.
 
     Returns:
-        y (B, L, D) and the state after it. Differentiable in all, the states too.
+        y (B, L, D) and the state after it. Differentiable in all inputs, including the state.
     """
     u, gate = _autocast(u, gate)
     _check(u, kernel, D, activation, gate)
@@ -93,12 +95,12 @@ def fft_conv_carry(
 
 
 def _empty(u: Tensor, *others: Tensor | None) -> Tensor:
-    """u without a number in it, as a function of the others too: their gradients are zeros, not None."""
+    """u, which is empty, made to depend on the others too: their gradients are zeros instead of None."""
     return u + 0 * sum(t.sum() for t in others if t is not None)
 
 
 def which_impl(u: Tensor) -> tuple[str, str]:
-    """What "auto" takes for inputs like these, and why."""
+    """What "auto" selects for inputs like these, and why."""
     if u.is_cuda:
         reason = why_not("fused", u)
         if reason is None:
@@ -146,7 +148,7 @@ def _choose(u: Tensor, impl: str) -> str:
 
 @functools.cache
 def _say_once(device: str, dtype: torch.dtype, name: str, reason: str) -> None:
-    log.info("fft_conv on %s in %s takes %s: %s", device, dtype, name, reason)
+    log.info("fft_conv on %s in %s uses %s: %s", device, dtype, name, reason)
 
 
 # ---- the registered op ----------------------------------------------------------------------------------------------
@@ -172,7 +174,7 @@ def _forward(*args):
 @torch.library.impl("seqmix::fft_conv_bwd", "CompositeExplicitAutograd")
 def _backward_op(*args):
     *args, backend = args
-    with torch.autocast(args[0].device.type, enabled=False):  # a backward pass may be called under it
+    with torch.autocast(args[0].device.type, enabled=False):  # a backward pass may run under autocast
         return _backend(backend).backward(*args)
 
 

@@ -1,4 +1,4 @@
-"""The Mamba block from u to y under one autograd node, saving as little as asked for. README.md has the bytes."""
+"""The inside of the Mamba block as one autograd node that saves only what its level asks for. README.md counts the bytes."""
 
 from .op import LEVELS, mamba_inner, saved_bytes, which_impls
 

@@ -1,10 +1,10 @@
-"""Times the Mamba node at each level beside the composition of the same kernels, and what each keeps and peaks at.
+"""Times the Mamba node at each level and the composition of the same kernels, and measures the memory of each.
 
     python -m seqmix_kernels.mamba_inner.bench [--shapes 8x2048x768,...] [--dtype bfloat16] [--count 15]
 
-A shape is B x L x M; E = 2M, N = 16, R = M/16, four taps. Times of the GPU alone, by CUDA graphs (../graph_timing.py), and
-eager_ms of a forward + backward from the host. kept: bytes a token that
-are held between forward and backward, without the output; peak: MiB of one forward + backward above the inputs.
+A shape is B x L x M; E = 2M, N = 16, R = M/16, four taps. Times are of the GPU alone, by CUDA graphs (../graph_timing.py);
+eager_ms is a forward + backward launched by the host. kept: bytes per token that are held between forward and backward,
+without the output; peak: MiB of one forward + backward above the inputs.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from .reference import reference
 
 
 def inputs(batch: int, length: int, d_model: int, dtype: torch.dtype, device: str = "cuda") -> dict:
-    """The tensors of a call as training under autocast has them: u in `dtype`, parameters in float32."""
+    """The tensors of a call in training under autocast: u in `dtype`, parameters in float32."""
     width, n, rank, taps = 2 * d_model, 16, max(1, d_model // 16), 4
     g = torch.Generator(device).manual_seed(0)
 
@@ -52,8 +52,8 @@ def variants(dtype: torch.dtype) -> dict:
 
 
 def memory(run, leaves: dict) -> tuple[int, int]:
-    """Bytes asked of the allocator between forward and backward beyond the output, and its peak above the inputs, gradients
-    included."""
+    """Bytes requested of the allocator and held between forward and backward, without the output, and the peak above the
+    inputs, gradients included."""
 
     def asked() -> int:
         return torch.cuda.memory_stats()["requested_bytes.all.current"]  # before the allocator rounds up
@@ -64,7 +64,7 @@ def memory(run, leaves: dict) -> tuple[int, int]:
         torch.autograd.grad(y, list(leaves.values()), torch.ones_like(y))
         return y.numel() * y.element_size()
 
-    both()  # workspaces of the libraries are not ours
+    both()  # the workspaces of libraries are not counted
     before, held, seen = torch.cuda.memory_allocated(), asked(), []
     torch.cuda.reset_peak_memory_stats()
     output = both(lambda: seen.append(asked() - held))

@@ -1,14 +1,14 @@
-"""The Mamba block and its gradients by hand, around the operators of the convolution and the scan.
+"""The Mamba block and its hand-written gradients, built on the operators of the convolution and the scan.
 
-The gradients of the convolution and of the scan are their own (their READMEs); between them are only products of
-matrices, out = y Wᵀ with ∂y = ∂out W and ∂W = ∂outᵀ y, each over the (B L) rows. What `forward` leaves for `backward`:
+The convolution and the scan compute their own gradients (see their READMEs). Between them are only matrix products,
+out = y Wᵀ with ∂y = ∂out W and ∂W = ∂outᵀ y, each over the (B L) rows. What `forward` saves for `backward`:
 
     level   u   xz   δBC   y   states of the scan   conv(x)   Δ
     0       x   x    x     x   x                    x         x
-    1       x   x    x     x   x                    again     again
-    2       x   again ...                                                 the whole forward once more
+    1       x   x    x     x   x                    -         -           - is recomputed
+    2       x   -    -     -   -                    -         -           the whole forward is recomputed
 
-Weights are kept as they are given and cast to u's dtype where they are used, so that no 16-bit copy outlives its use.
+Weights are saved as they are given and cast to u's dtype where they are used, so that no 16-bit copy outlives its use.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class Given(NamedTuple):
     """The tensors of a call, in the order of the registered op."""
 
     u: Tensor  # (B, L, M)
-    in_proj: Tensor  # (2E, M), the rows of x before those of z
+    in_proj: Tensor  # (2E, M), the rows of x, then those of z
     in_bias: Tensor | None  # (2E,)
     conv: Tensor  # (E, W)
     conv_bias: Tensor | None  # (E,)
@@ -42,15 +42,15 @@ class Given(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What the backward finds again; of shape (0,) what it makes again."""
+    """What the forward saves; tensors that the backward recomputes have shape (0,)."""
 
     xz: Tensor  # (B, L, 2E)
     x: Tensor  # (B, L, E) after the convolution
     dt: Tensor  # (B, L, E) before its bias and softplus
     dbc: Tensor  # (B, L, R + 2N)
     y: Tensor  # (B, L, E) gated
-    boundary: Tensor  # the scan's own, in its format
-    gate: Tensor  # too
+    boundary: Tensor  # saved by the scan, in its own format
+    gate: Tensor  # the same
 
 
 class Operators(NamedTuple):
@@ -63,7 +63,7 @@ class Operators(NamedTuple):
 
 
 def operators(backend: str, discretization: str) -> Operators:
-    """Of the compiled kernels: "cpu" or "fused"."""
+    """The operators of a compiled backend: "cpu" or "fused"."""
     ops = torch.ops.seqmix
     settings = (True, discretization, None)  # softplus; the scan chooses its chunk
     return Operators(
@@ -75,7 +75,7 @@ def operators(backend: str, discretization: str) -> Operators:
 
 
 def forward(g: Given, level: int, save: bool, run: Operators) -> tuple[Tensor, Tensor, Tensor, Saved]:
-    """out (B, L, M), the two final states, and what the backward needs (nothing without `save`)."""
+    """out (B, L, M), the two final states, and the tensors saved for the backward (empty without `save`)."""
     xz = _linear(g.u, g.in_proj, g.in_bias)
     x, conv_final = _conv(g, xz, run)
     dbc = _linear(x, g.x_proj)
@@ -106,7 +106,7 @@ def backward(
     dy = dout @ g.out_proj.to(dout.dtype)
     dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dssm = run.scan_backward(dy, dfinal, *inputs, y, boundary, gate)
     A = inputs[2]
-    del y, dy, dt, inputs, boundary, gate, saved  # used: at level 2 they are what the peak is made of
+    del y, dy, dt, inputs, boundary, gate, saved  # no longer needed: at level 2 they would dominate the peak
     ddt_proj, _ = _weights(ddt, dbc[..., :rank], g.dt_proj, None)
     ddbc = torch.cat((ddt @ g.dt_proj.to(ddt.dtype), dB.squeeze(2), dC.squeeze(2)), dim=-1)
     del ddt, dbc, dB, dC
@@ -117,7 +117,7 @@ def backward(
         dx, dconv_final, xz[..., :width], g.conv, g.conv_bias, g.conv_state, g.seq_idx
     )
     del xz
-    # x and z have one projection: its two halves by themselves, without a copy of ∂x and ∂z side by side
+    # x and z share a projection: each half has its own product, so ∂x and ∂z are not concatenated
     halves = g.in_proj.to(g.u.dtype)
     du = (_rows(dx) @ halves[:width]).addmm_(_rows(dz), halves[width:]).view_as(g.u)
     din_proj = torch.empty_like(g.in_proj, memory_format=torch.contiguous_format)
@@ -145,7 +145,7 @@ def _delta(g: Given, dbc: Tensor) -> Tensor:
 
 
 def _scanned(g: Given, xz: Tensor, x: Tensor, dt: Tensor, dbc: Tensor) -> tuple[Tensor | None, ...]:
-    """The tensors of the scan, in its order. B and C (B, L, 1, N) and z are views."""
+    """The scan's inputs, in its order. B and C (B, L, 1, N) and z are views."""
     rank, n, width = g.dt_proj.shape[1], g.A_log.shape[1], g.A_log.shape[0]
     B, C = (dbc[..., at : at + n].unsqueeze(2) for at in (rank, rank + n))
     return x, dt, -g.A_log.exp(), B, C, g.D, xz[..., width:], g.dt_bias, g.ssm_state, g.seq_idx

@@ -1,4 +1,4 @@
-"""The public operator: its contract, the choice of an implementation, the registered op."""
+"""The public operator: its contract, the choice of an implementation and the registered op."""
 
 import contextlib
 
@@ -37,37 +37,38 @@ def mamba_inner(
     level: int = 1,
     scan: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A Mamba block's inside, u to out, from a state to a state (Gu and Dao 2023, figure 3).
+    """The inside of a Mamba block, from u to out; it takes and returns states (Gu and Dao 2023, figure 3).
 
-    With a compiled scan ("cpu", "fused") it is one autograd node that saves for its backward, and makes again there:
+    With a compiled scan ("cpu", "fused") it is one autograd node, whose level decides what is saved and recomputed:
 
-        level 0   saves all that is expensive
-        level 1   makes the convolution's output and Δ again: one convolution, one product with W_Δ
-        level 2   saves u alone and runs the forward again
+        level 0   saves everything that is expensive to compute
+        level 1   recomputes the convolution's output and Δ: one convolution, one product with W_Δ
+        level 2   saves only u and recomputes the forward
 
-    `saved_bytes` counts them. With a scan in plain torch it is the composition in reference.py; levels 1 and 2 then
-    save the inputs alone (torch.utils.checkpoint).
+    `saved_bytes` counts the saved bytes. With a scan in plain torch it is the composition in reference.py; levels 1 and 2
+    then save only the inputs (torch.utils.checkpoint).
 
     Args:
         u: (B, L, M); float32, bfloat16, float16 or float64.
-        in_proj: (2E, M), x before z. conv: (E, W). x_proj: (R + 2N, E), δ before B before C. dt_proj: (E, R).
-            out_proj: (M, E). in_bias: (2E,). conv_bias: (E,). out_bias: (M,). All in u's dtype or, under autocast and
-            for conv, float32.
-        dt_bias, D: (E,). A_log: (E, N), A = -exp(A_log). float32 (float64 where u is).
+        in_proj: (2E, M), x, then z. conv: (E, W). x_proj: (R + 2N, E), δ, then B, then C. dt_proj: (E, R).
+            out_proj: (M, E). in_bias: (2E,). conv_bias: (E,). out_bias: (M,). All in u's dtype, or in float32
+            under autocast and for conv.
+        dt_bias, D: (E,). A_log: (E, N), A = -exp(A_log). float32 (float64 if u is).
         conv_state: (B, W-1, E), see `causal_conv1d`. ssm_state: (B, E, N), see `selective_scan`. Zeros if None.
-        seq_idx: (B, L) integers; where it changes both states are forgotten.
+        seq_idx: (B, L) integers; where it changes both states are reset.
         discretization: "euler" or "zoh".
         level: one of LEVELS.
-        scan: an implementation of `selective_scan`; the convolution is taken to match.
+        scan: an implementation of `selective_scan`; the convolution uses the matching one.
 
     Returns:
-        out (B, L, M) in u's dtype, and the two states after the last step. All is differentiable, the states too.
+        out (B, L, M) in u's dtype, and the two states after the last step. Differentiable in all float inputs, including the
+        states.
 
     Under autocast u and the states of the convolution are cast to the autocast dtype, and so is each weight where it is
-    used; gradients come in the dtype of what they belong to.
+    used; each gradient has the dtype of its input.
 
     Raises:
-        ValueError: a shape, dtype, device or name that does not fit, or a scan that cannot run here.
+        ValueError: an invalid shape, dtype, device or name, or a scan that cannot run here.
     """
     device = u.device.type
     if u.dtype != torch.float64 and torch.is_autocast_enabled(device):
@@ -87,8 +88,8 @@ def mamba_inner(
 
 
 def _compiled(u: Tensor, conv: Tensor, scan: str) -> str | None:
-    """The backend of the node; None for the composition: a scan in plain torch, or more taps than the compiled
-    convolution takes."""
+    """The backend of the node; None where the composition is used: for a scan in plain torch, or for more taps than the
+    compiled convolution supports."""
     name = which_impl(u)[0] if scan == "auto" else scan
     if name not in ("cpu", "fused"):
         return None
@@ -99,7 +100,7 @@ def _compiled(u: Tensor, conv: Tensor, scan: str) -> str | None:
 
 
 def which_impls(u: Tensor, conv: Tensor, scan: str = "auto") -> dict[str, str]:
-    """What computes the parts of `mamba_inner` for tensors like these, and why; ValueError as there."""
+    """What computes the parts of `mamba_inner` for tensors like these, and why; it raises the same ValueError."""
     name = _compiled(u, conv, scan)
     scan_name, reason = which_impl(u) if scan == "auto" else (scan, "asked for")
     used = {"selective_scan": f"{scan_name} ({reason})"}
@@ -110,10 +111,10 @@ def which_impls(u: Tensor, conv: Tensor, scan: str = "auto") -> dict[str, str]:
 
 
 def saved_bytes(d_model: int, width: int, n: int, rank: int, itemsize: int, level: int, state_bytes: float) -> float:
-    """Bytes a token that the node keeps for its backward, u included (the block before it may hold u as well).
+    """Bytes per token that the node saves for its backward, including u (which the previous block may hold anyway).
 
-    width: E. itemsize: of u. state_bytes: of the scan's states per (b, t, d); see `boundary_spec` of its backends. The
-    parameters it keeps are the caller's own.
+    width: E. itemsize: of u. state_bytes: of the scan's states per (b, t, d); see `saved_specs` of its backends. The
+    parameters that it saves belong to the caller.
     """
     kept = d_model * itemsize
     if level <= 1:
@@ -144,7 +145,7 @@ torch.library.define(
 
 
 def _as_given(device: str) -> contextlib.AbstractContextManager:
-    """Every tensor in the dtype it has: without autocast, entered only where it is on, for what entering costs."""
+    """Disables autocast, so that every tensor keeps its dtype; entered only if autocast is on, because entering costs time."""
     on = torch.is_autocast_enabled(device)
     return torch.autocast(device, enabled=False) if on else contextlib.nullcontext()
 
@@ -176,7 +177,7 @@ def _fake_forward(*args):
     width, n = g.A_log.shape
     wide, narrow = g.u.new_empty(batch, length, width), g.u.new_empty(batch, length, g.x_proj.shape[0])
     keep = save and level < 2
-    # the scan's own saved tensors have the shapes that its fake says
+    # the scan's fake implementation gives the shapes of its saved tensors
     states, final = narrow[..., :n].unsqueeze(2), g.A_log.new_empty(batch, width, n)
     _, _, boundary, gate = torch.ops.seqmix.selective_scan_fwd(
         wide, wide, g.A_log, states, states, g.D, wide, g.dt_bias, None, None, True, discretization, None, keep, backend
@@ -228,7 +229,7 @@ autograd.register(
 
 
 def _check(g: Given, discretization: str, level: int) -> None:
-    """What the products of matrices would take without a word, or refuse in words that name nothing."""
+    """Checks what the matrix products would accept silently, or reject without naming the argument."""
     if level not in LEVELS:
         raise ValueError(f"level must be one of {', '.join(map(str, LEVELS))}; got {level!r}")
     if discretization not in ("euler", "zoh"):
@@ -242,7 +243,7 @@ def _check(g: Given, discretization: str, level: int) -> None:
         raise ValueError(f"{name} must have two dimensions; got shape {tuple(t.shape)}")
     (batch, length, d_model), (width, n), rank, taps = g.u.shape, g.A_log.shape, g.dt_proj.shape[1], g.conv.shape[1]
     if not 1 <= n <= 256:
-        raise ValueError(f"A_log must have N from 1 to 256 states a channel; got {n}")
+        raise ValueError(f"A_log must have N from 1 to 256 states per channel; got {n}")
     if taps < 1:
         raise ValueError(f"conv must be (E, W), W at least 1; got shape {tuple(g.conv.shape)}")
     autocast = torch.is_autocast_enabled(g.u.device.type)

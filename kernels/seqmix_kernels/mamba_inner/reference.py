@@ -1,12 +1,13 @@
-"""The inside of a Mamba block as its equations say it, with autograd for free.
+"""The inside of a Mamba block, as its equations state it; autograd computes the gradients.
 
     x, z    = W_in u                           two streams of E channels
     x       = silu(conv(x))
-    δ, B, C = W_x x                            R, N and N numbers a step
+    δ, B, C = W_x x                            R, N and N numbers per step
     y       = scan(x, W_Δ δ, A, B, C) ∘ silu(z)
     out     = W_out y
 
-Gu and Dao 2023, figure 3 and algorithm 2. The oracle of the node in `inner.py`; with a scan in plain torch, also what runs.
+Gu and Dao 2023, figure 3 and algorithm 2. The node in `inner.py` is tested against it; it also runs where the scan is in plain
+torch.
 """
 
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""One token of a Mamba block. `which_impl` says what "auto" takes and why."""
+"""One token of a Mamba block. `which_impl` returns what "auto" selects and why."""
 
 from .op import IMPLS, mamba_step, which_impl, why_not
 

@@ -1,10 +1,10 @@
-"""Times one step of a stack of Mamba blocks under a CUDA graph: the fused step beside plain torch.
+"""Times one step of a stack of Mamba blocks under a CUDA graph: the fused step and plain torch.
 
     python -m seqmix_kernels.mamba_step.bench [--batches 1,2,4,8,64,256] [--d-model 768] [--layers 24] [--dtype bfloat16]
 
-E = 2M, N = 16, R = M/16, four taps. Every layer has weights and states of its own, so that they come from memory and not from
-the cache, as in a model. Microseconds a layer (../graph_timing.py); floor: weights once and
-states twice over the card's bandwidth, measured.
+E = 2M, N = 16, R = M/16, four taps. Every layer has its own weights and states, so that they come from memory and not from
+the cache, as in a model. Times are microseconds per layer (../graph_timing.py); floor: the time to move weights once and
+states twice at the GPU's measured bandwidth.
 """
 
 import argparse

@@ -1,16 +1,16 @@
 """One decoding step on the GPU, in plain Triton.
 
-    conv_kernel   W_in u (few rows), the convolution, SiLU, the convolution's new state, and this block's share of W_x x
-    scan_kernel   adds up the shares; W_Δ, softplus, the recurrence, the skip, the gate, the new state
+    conv_kernel   W_in u (few rows), the convolution, SiLU, the convolution's new state, and this block's partial sum of W_x x
+    scan_kernel   adds the partial sums; W_Δ, softplus, the recurrence, the skip, the gate, the new state
     out_kernel    W_out y (few rows)
 
-A program of the first two owns a block of channels of one row. README.md says why the launches part where they do. With more
-rows than FEW the outer products go to the library, whose kernels read a weight once for all rows. Weights are read in their
+A program of the first two owns a block of channels of one row. README.md explains where the launches are split. With more
+rows than FEW cuBLAS computes the outer products, whose kernels read a weight once for all rows. Weights are read in their
 own dtype and rounded to that of the step; sums are in float32, in a fixed order. Nothing is read back to the host and no
-workspace outlives a call: safe in a CUDA graph.
+workspace outlives a call, so the step is safe in a CUDA graph.
 
-PDL: from compute capability 9.0 a kernel starts while the one before it ends (programmatic dependent launch). Before
-gdc_wait it reads weights alone; everything else, and every store, comes after.
+PDL: from compute capability 9.0 a kernel starts while the previous one finishes (programmatic dependent launch). Before
+gdc_wait it reads only weights; every other load, and every store, comes after.
 """
 
 import functools
@@ -27,13 +27,13 @@ from ..selective_scan.triton_kernels import LOG2E, sigmoid, softplus, zoh
 from .reference import linear
 
 MAX_TAPS = 8
-FEW = 2  # rows for which a program reads its part of W_in, or of W_out, for one row alone
-ROWS = 16  # rows from which a program takes so many at once: the weights are read for all of them, by tensor cores
-BLOCK, FEW_BLOCK, OUT_BLOCK = 64, 16, 8  # channels of a program; with W_in; outputs of a program with W_out
-ROWS_BLOCKS = 64, 32  # channels of a program of ROWS rows: with W_x; with the states
+FEW = 2  # most rows for which each program reads its part of W_in, or of W_out, for a single row
+ROWS = 16  # from this many rows on a program processes as many at once: it reads weights once and uses tensor cores
+BLOCK, FEW_BLOCK, OUT_BLOCK = 64, 16, 8  # channels per program; with W_in; outputs per program with W_out
+ROWS_BLOCKS = 64, 32  # channels per program of ROWS rows: with W_x; with the states
 WARPS = 4
-AT_ONCE = tl.constexpr(6)  # shares asked for together
-COLUMNS = 1024  # of W_in read at once; twice as many of W_out
+AT_ONCE = tl.constexpr(6)  # partial sums loaded together
+COLUMNS = 1024  # columns of W_in loaded at once; twice as many of W_out
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -79,7 +79,7 @@ def conv_kernel(
     for w in tl.static_range(W - 1):
         v = tl.load(state_ptr + b[:, None] * ssb + w * ssl + d[None, :] * sse, mask=m, other=0.0).to(low)
         acc += v.to(tl.float32) * taps[w][None, :]
-        past = past + (v,)  # noqa: RUF005 (the front end knows no unpacking)
+        past = past + (v,)  # noqa: RUF005 (the front end does not support unpacking)
     if FROM_U:
         u = tl.load(u_ptr + b0 * sub + c, mask=c < M, other=0.0).to(low).to(tl.float32)[None, :]
         x += tl.sum(wx.to(low).to(tl.float32) * u, axis=1)
@@ -97,7 +97,7 @@ def conv_kernel(
     else:
         x = tl.load(x_ptr + b[:, None] * sxb + d[None, :], mask=m, other=0.0)
     new = new_ptr + b[:, None] * (W - 1) * E + d[None, :]
-    tl.debug_barrier()  # the new state may stand where the old one does: all of it has been read
+    tl.debug_barrier()  # the new state may overwrite the old one, all of which has been read
     for w in tl.static_range(1, W - 1):
         tl.store(new + (w - 1) * E, past[w].to(new_ptr.dtype.element_ty), mask=m)
     if W > 1:
@@ -144,7 +144,7 @@ def scan_kernel(
     x = tl.load(xc_ptr + b[:, None] * E + d[None, :], mask=m, other=0.0).to(tl.float32)
     z = tl.load(z_ptr + b[:, None] * szb + d[None, :], mask=m, other=0.0).to(tl.float32)
     P = R + 2 * N
-    if RB == 1:  # all shares at once
+    if RB == 1:  # all partial sums at once
         k = tl.arange(0, KP)
         row = part_ptr + (k.to(tl.int64)[:, None] * batch + tl.program_id(1)) * P
         km = (k < K)[:, None]
@@ -203,7 +203,7 @@ def out_kernel(
 
 
 def why_not(u: Tensor, conv: Tensor) -> str | None:
-    """Why these tensors cannot go through the kernels; None if they can."""
+    """Why the kernels cannot run on these tensors; None if they can."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         if u.device.type != "cpu":
             return "Triton's interpreter is on and u is not on the CPU"
@@ -223,7 +223,7 @@ def step(
     discretization: str, dtype: torch.dtype, in_place: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """out (B, M) and the new states; see `mamba_step`. dtype: of the products and of out, whatever u's. in_place: the new
-    states are written over the old ones, where these are contiguous."""
+    states overwrite the old ones, if these are contiguous."""
     (batch, d_model), (width, n), rank, taps = u.shape, A_log.shape, dt_proj.shape[1], conv.shape[1]
     if in_place and conv_state.is_contiguous() and ssm_state.is_contiguous():
         new_conv, new_ssm = conv_state, ssm_state
@@ -232,11 +232,11 @@ def step(
     mixed, y = (u.new_empty(batch, width, dtype=dtype) for _ in range(2))
     if batch == 0:
         return u.new_empty(batch, d_model, dtype=dtype), new_conv, new_ssm
-    # a tile of so many rows holds all shares or states of a channel: no more than fit
+    # a tile of ROWS rows holds all partial sums or states of a channel, so their number is limited
     small = n <= 32 and rank + 2 * n <= 256
     few, rows = batch <= FEW, ROWS if batch >= ROWS and small else 1
     conv_block, scan_block = (FEW_BLOCK, BLOCK) if few else (BLOCK, BLOCK) if rows == 1 else ROWS_BLOCKS
-    least = 1 if rows == 1 else 16  # of a tensor core's operands
+    least = 1 if rows == 1 else 16  # smallest side of a tensor core's operand
     early = programmatic(u.device)
     options = {"num_warps": WARPS if rows == 1 and not few else 8} | ({"launch_pdl": True} if early else {})
     if few:
@@ -281,15 +281,15 @@ def step(
 
 @functools.cache
 def programmatic(device: torch.device) -> bool:
-    """Whether kernels on `device` can start before the ones they wait for have ended."""
+    """Whether a kernel on `device` can start before the kernel it depends on has finished."""
     return device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _rows(t: Tensor) -> Tensor:
-    """With the last dimension contiguous in memory."""
+    """t, copied unless its last dimension is contiguous."""
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
 def _or(t: Tensor | None, other: Tensor) -> Tensor:
-    """A pointer that a kernel will not read, where t is absent."""
+    """t, or a placeholder pointer that the kernel does not read."""
     return other if t is None else t

@@ -1,4 +1,4 @@
-"""The public operator: its contract, the choice of an implementation, the registered op."""
+"""The public operator: its contract, the choice of an implementation and the registered op."""
 
 import functools
 import logging
@@ -33,26 +33,26 @@ def mamba_step(
     impl: str = "auto",
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `mamba_inner` does to a sequence, for one token (Gu and Dao 2023, algorithm 2 and figure 3).
+    """What `mamba_inner` computes for a sequence, for one token (Gu and Dao 2023, algorithm 2 and figure 3).
 
     Args:
         u: (B, M); float32, bfloat16, float16 or float64.
-        in_proj: (2E, M), x before z. conv: (E, W). x_proj: (R + 2N, E), δ before B before C. dt_proj: (E, R).
-            out_proj: (M, E). in_bias: (2E,). conv_bias: (E,). out_bias: (M,). In u's dtype or, under autocast and for
-            conv, float32.
-        dt_bias, D: (E,). A_log: (E, N), A = -exp(A_log). float32 (float64 where u is).
-        conv_state: (B, W-1, E), the inputs before, oldest first. ssm_state: (B, E, N), float32 (float64 where u is).
+        in_proj: (2E, M), x, then z. conv: (E, W). x_proj: (R + 2N, E), δ, then B, then C. dt_proj: (E, R).
+            out_proj: (M, E). in_bias: (2E,). conv_bias: (E,). out_bias: (M,). In u's dtype, or in float32 under
+            autocast and for conv.
+        dt_bias, D: (E,). A_log: (E, N), A = -exp(A_log). float32 (float64 if u is).
+        conv_state: (B, W-1, E), the previous inputs, oldest first. ssm_state: (B, E, N), float32 (float64 if u is).
         discretization: "euler" or "zoh".
-        impl: one of IMPLS. "fused" has no gradient; "auto" is what `which_impl` answers.
-        in_place: the states given are used up; the fused step writes the new ones over them and hands them back.
+        impl: one of IMPLS. "fused" has no gradient; "auto" selects what `which_impl` returns.
+        in_place: the fused step overwrites the given states with the new ones and returns them.
 
     Returns:
-        out (B, M), and the two states after the step, of the shapes and dtypes of those given; new tensors, unless in_place.
+        out (B, M), and the two states after the step, with the shapes and dtypes of those given; new tensors, unless in_place.
 
     Products and out are in u's dtype, or in the autocast dtype.
 
     Raises:
-        ValueError: a shape, dtype, device or name that does not fit, or an implementation that cannot run here.
+        ValueError: an invalid shape, dtype, device or name, or an implementation that cannot run here.
     """
     device, dtype = u.device.type, u.dtype
     if u.dtype != torch.float64 and torch.is_autocast_enabled(device):
@@ -73,14 +73,14 @@ def mamba_step(
         if in_place and not torch.compiler.is_compiling():
             return _step(*tensors, discretization, dtype, True)
         return torch.ops.seqmix.mamba_step(*tensors, discretization, dtype)
-    if not torch.is_autocast_enabled(device):  # a context of its own would cost a tenth of a small step
+    if not torch.is_autocast_enabled(device):  # entering a context would take a tenth of a small step's time
         return reference(*tensors, discretization)
     with torch.autocast(device, enabled=False):
         return reference(u.to(dtype), *tensors[1:], discretization)
 
 
 def which_impl(u: Tensor, conv: Tensor, needs_grad: bool) -> tuple[str, str]:
-    """What "auto" takes for tensors like these, and why: ("fused", "fused GPU kernels")."""
+    """What "auto" selects for tensors like these, and why: ("fused", "fused GPU kernels")."""
     reason = why_not("fused", u, conv, needs_grad)
     return ("fused", "fused GPU kernels") if reason is None else ("reference", f"fused cannot run: {reason}")
 
@@ -92,7 +92,7 @@ def why_not(impl: str, u: Tensor, conv: Tensor, needs_grad: bool) -> str | None:
     if needs_grad:
         return "it has no gradient"
     if u.device.type == "cpu" and not _interpreting():
-        return "u is on cpu"  # without importing Triton to hear it
+        return "u is on cpu"  # known without importing Triton
     try:
         from . import fused
     except ImportError as missing:
@@ -106,7 +106,7 @@ def _interpreting() -> bool:
 
 @functools.cache
 def _say_once(device: str, name: str, reason: str) -> None:
-    log.info("mamba_step on %s takes %s: %s", device, name, reason)
+    log.info("mamba_step on %s uses %s: %s", device, name, reason)
 
 
 # ---- the registered op ----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""One step of a Mamba block as its equations say it, with autograd for free.
+"""One step of a Mamba block, as its equations state it; autograd computes the gradients.
 
     x, z    = W_in u
     x       = silu(conv of x and the W-1 inputs before it)
@@ -7,7 +7,7 @@
     h       = exp(Δ A) h + B̄ x                 B̄ = Δ B (euler) or (exp(ΔA) - 1)/A · B (zoh)
     out     = W_out ((C·h + D x) ∘ silu(z))
 
-Gu and Dao 2023, §3.2, algorithm 2 and figure 3. The products are in u's dtype, all between them in float32, or float64.
+Gu and Dao 2023, §3.2, algorithm 2 and figure 3. The products are in u's dtype, everything between them in float32 or float64.
 """
 
 import torch
@@ -37,5 +37,5 @@ def reference(
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """In x's dtype, whatever that of the weight."""
+    """F.linear in x's dtype, whatever the weight's."""
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))

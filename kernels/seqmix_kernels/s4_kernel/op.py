@@ -1,4 +1,4 @@
-"""The public convolution kernels: their contracts, the choice of an implementation, the registered ops."""
+"""The public convolution kernels: their contracts, the choice of an implementation and the registered ops."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def s4d_kernel(log_a: Tensor, c: Tensor, length: int, impl: str = "auto") -> Ten
     """K_l = Re Σ_n c_n ā_n^l for l < length: the convolution kernel of a diagonal state space.
 
     Gu, Gupta, Goel & Ré 2022, "On the Parameterization and Initialization of Diagonal State Space Models", §3.3.
-    `discretize` makes log ā and B̄; for modes that stand for conjugate pairs c is 2 C B̄, for real ones C B̄.
+    `discretize` returns log ā and B̄; c is 2 C B̄ for modes that represent conjugate pairs, C B̄ for real ones.
 
     Args:
-        log_a: (D, M, 2), real and imaginary part of log ā; float64 keeps the phase right to any length.
-        c: (..., D, M, 2), float32 or float64, which is what the result is computed in.
+        log_a: (D, M, 2), real and imaginary part of log ā; float64 keeps the phase accurate at any length.
+        c: (..., D, M, 2), float32 or float64; the result is computed in its dtype.
         length: L >= 1.
-        impl: one of IMPLS; "auto" is what `which_impl` answers.
+        impl: one of IMPLS; "auto" selects what `which_impl` returns.
 
     Returns:
         K (..., D, L) in c's dtype. Differentiable once in log_a and c ("reference": any number of times).
@@ -54,11 +54,11 @@ def s4d_layer_kernel(
 ) -> Tensor:  # fmt: skip
     """`s4d_kernel` from the parameters of a layer: Δ = exp(log_dt), A = -exp(log_decay) + i imag, B = 1.
 
-    The same function as `discretize` and `s4d_kernel` one after the other. On a GPU those are eighty small launches
-    forward and backward, which take longer than the sums; with method "zoh" this takes five.
+    It computes the same as `discretize` followed by `s4d_kernel`. On a GPU those take eighty small launches forward and
+    backward, longer than the sums; with method "zoh" this takes five.
 
     Args:
-        log_dt: (D,). log_decay, imag: (n, M); channel d has row d mod n. imag None: real modes, which count once.
+        log_dt: (D,). log_decay, imag: (n, M); channel d uses row d mod n. imag None: real modes, which count once.
         C: (D, M, 2), or (D, M, 1) for real modes. All float32 or float64.
         length, impl: as in `s4d_kernel`. method: as in `discretize`.
 
@@ -96,14 +96,14 @@ def dplr_kernel(lam: Tensor, P: Tensor, B: Tensor, C: Tensor, length: int, impl:
     """K_l = C Ā^l B̄ for l < length: the convolution kernel of S4, whose state matrix is diagonal minus rank one.
 
     Gu, Goel & Ré 2022, "Efficiently Modeling Long Sequences with Structured State Spaces", §3 and C.3; bilinear rule.
-    The step Δ is inside: for x' = (Λ - P P*) x + B u give Δ Λ, √Δ P and Δ B. Each of the M modes stands for itself and
-    its conjugate, so K is real, and C is the row that reads the state: nothing of it depends on the length.
+    The step Δ is part of the arguments: for x' = (Λ - P P*) x + B u pass Δ Λ, √Δ P and Δ B. Each of the M modes represents
+    itself and its conjugate, so K is real. C is the row that reads the state and does not depend on the length.
 
     Args:
-        lam, P, B: (D, M, 2) pairs of real and imaginary part, Re lam < 0; float64 keeps poles and nodes apart.
-        C: (D, M, 2), float32 or float64, which is what the sums are computed in. C (I - Ā^n) always is in float64.
-        length: L >= 1. A length no FFT is fast at costs what the next good one does.
-        impl: one of IMPLS; "auto" is what `which_impl` answers.
+        lam, P, B: (D, M, 2) pairs of real and imaginary part, Re lam < 0; float64 resolves poles near nodes.
+        C: (D, M, 2), float32 or float64; the sums are computed in its dtype, C (I - Ā^n) always in float64.
+        length: L >= 1. A length for which FFTs are slow costs as much as the next fast one.
+        impl: one of IMPLS; "auto" selects what `which_impl` returns.
 
     Returns:
         K (D, L) in C's dtype. Differentiable once in all four ("reference": any number of times).
@@ -132,11 +132,11 @@ def dplr_layer_kernel(
 ) -> Tensor:  # fmt: skip
     """`dplr_kernel` from the parameters of a layer: Δ = exp(log_dt), Λ = -exp(log_decay) + i imag.
 
-    The same function as `dplr_modes` and `dplr_kernel` one after the other; on a GPU in about eighty launches forward and
-    backward, not four hundred.
+    It computes the same as `dplr_modes` followed by `dplr_kernel`; on a GPU in about eighty launches forward and
+    backward instead of four hundred.
 
     Args:
-        log_dt: (D,). log_decay, imag: (n, M). P, B: (n, M, 2); channel d has row d mod n of these four. C: (D, M, 2).
+        log_dt: (D,). log_decay, imag: (n, M). P, B: (n, M, 2); channel d uses row d mod n of these four. C: (D, M, 2).
             All float32 or float64.
         length, impl: as in `dplr_kernel`.
 
@@ -164,13 +164,13 @@ def dplr_layer_kernel(
 
 
 def residues(lam: Tensor, P: Tensor, B: Tensor, C: Tensor) -> Tensor:
-    """Real weights of the four Cauchy sums, C B, C P, P* B and P* P: a of all four, then b. (D, M, 2) -> (D, M, 8)."""
+    """Real weights of the four Cauchy sums, C B, C P, P* B and P* P: a for all four, then b. (D, M, 2) -> (D, M, 8)."""
     v = torch.stack((times(C, B), times(C, P), times(conj(P), B), times(conj(P), P)), -2)  # (D, M, 4, 2)
     return torch.cat(torch_forms.weights(lam[..., None, :], v).unbind(-1), -1)
 
 
 def which_impl(c: Tensor) -> tuple[str, str]:
-    """What "auto" takes for coefficients like these, and why."""
+    """What "auto" selects for coefficients like these, and why."""
     if c.is_cuda:
         reason = why_not("fused", c)
         if reason is None:
@@ -211,7 +211,7 @@ def _choose(c: Tensor, impl: str) -> str:
 
 @functools.cache
 def _say_once(device: str, dtype: torch.dtype, name: str, reason: str) -> None:
-    log.info("s4_kernel on %s in %s takes %s: %s", device, dtype, name, reason)
+    log.info("s4_kernel on %s in %s uses %s: %s", device, dtype, name, reason)
 
 
 def _check_length(length: int) -> None:
@@ -225,12 +225,12 @@ def _check_numbers(poles: str, **tensors: Tensor) -> None:
         raise ValueError(f"{', '.join(tensors)} must be on one device; got {', '.join(sorted(devices))}")
     for name, t in tensors.items():
         if t.dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"{name} must be float32 or float64, in 16 bits a decay near 1 is 1; got {t.dtype}")
-    # on a GPU this would wait for it at every call; there the guard on the loss finds it
+            raise ValueError(f"{name} must be float32 or float64, because in 16 bits a decay near 1 rounds to 1; got {t.dtype}")
+    # on a GPU this would synchronize at every call; there the guard on the loss catches it
     t = tensors[poles]
     has_numbers = t.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(t, FakeTensor)
     if has_numbers and not t.isfinite().all():
-        raise ValueError(f"{poles} is not finite in {int((~t.isfinite()).sum())} of {t.numel()} numbers: is Δ?")
+        raise ValueError(f"{poles} is not finite in {int((~t.isfinite()).sum())} of {t.numel()} numbers: is Δ finite?")
 
 
 # ---- the registered ops ---------------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ def _s4d_forward(log_a, c, length, backend):
 
 @torch.library.impl("seqmix::s4d_kernel_bwd", "CompositeExplicitAutograd")
 def _s4d_backward(dK, log_a, c, length, backend):
-    with torch.autocast(dK.device.type, enabled=False):  # a backward pass may be called under it
+    with torch.autocast(dK.device.type, enabled=False):  # a backward pass may run under autocast
         return _backend(backend).s4d_backward(dK, log_a, c, length)
 
 
@@ -267,7 +267,7 @@ def _dplr_forward(lam, w, length, backend):
 
 @torch.library.impl("seqmix::dplr_kernel_bwd", "CompositeExplicitAutograd")
 def _dplr_backward(dK, lam, w, length, backend):
-    with torch.autocast(dK.device.type, enabled=False):  # a backward pass may be called under it
+    with torch.autocast(dK.device.type, enabled=False):  # a backward pass may run under autocast
         return _backend(backend).dplr_backward(dK, lam, w, length)
 
 
@@ -313,7 +313,7 @@ for _name in ("s4d_kernel", "dplr_kernel"):
 
 
 def _register_layer(name: str, tensors: str) -> None:
-    """An op from some parameters, the last of which is C (D, M, 2), and a length to K (D, length)."""
+    """Registers an op that maps some parameters, the last of which is C (D, M, 2), and a length to K (D, length)."""
     inputs = ", ".join(f"Tensor {t}" for t in tensors.split()) + ", int length"
     outputs = ", ".join(["Tensor"] * len(tensors.split()))
     forward, backward = f"seqmix::{name}_layer_kernel_fwd", f"seqmix::{name}_layer_kernel_bwd"

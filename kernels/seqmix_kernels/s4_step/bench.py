@@ -1,10 +1,11 @@
-"""Times one step of a stack of S4 or S4D layers under a CUDA graph: the fused step beside plain torch.
+"""Times one step of a stack of S4 or S4D layers under a CUDA graph: the fused step and plain torch.
 
     python -m seqmix_kernels.s4_step.bench [--kinds s4,s4d] [--batches 1,16,64] [--states 64] [--tune]
 
-Every layer has parameters and states of its own, so that they come from memory and not from the cache, as in a model.
-Microseconds a layer (../graph_timing.py): the step by itself, and with the gated projection after it. floor: parameters once
-and states twice over the card's bandwidth, measured. --tune: rows of a program.
+Every layer has its own parameters and states, so that they come from memory and not from the cache, as in a model.
+Times are microseconds per layer (../graph_timing.py): of the step, and of the step with the gated projection after it.
+floor: the time to move parameters once and states twice at the GPU's measured bandwidth. --tune: tries several numbers of
+rows per program.
 """
 
 import argparse

@@ -1,11 +1,11 @@
 """One decoding step on the GPU, in plain Triton: `step_kernel` from the parameters of a layer and its state to y and the new
-state, in one launch; `gated_kernel` for the projections after it.
+state, in one launch; `gated_kernel` computes the projections after it.
 
-Parameters are discretised in float64, in registers, by each program for its channels: a step size that is off by 1e-7 is a
-phase that is off by 1e-4 after a thousand steps. All that touches the state is float32. README.md has the formulas.
+Parameters are discretised in float64, in registers, by each program for its channels: an error of 1e-7 in the step size becomes
+one of 1e-4 in the phase after a thousand steps. Operations on the state are in float32. README.md has the formulas.
 
-PDL: from compute capability 9.0 a kernel starts while the one before it ends (programmatic dependent launch). Before
-gdc_wait it reads weights alone; everything else, and every store, comes after.
+PDL: from compute capability 9.0 a kernel starts while the previous one finishes (programmatic dependent launch). Before
+gdc_wait it reads only weights; every other load, and every store, comes after.
 """
 
 import os
@@ -22,10 +22,10 @@ from ..mamba_step.reference import linear
 from ..selective_scan.triton_kernels import sigmoid
 
 MOST_STATES = 256
-TILE, WARPS = 128, 2  # modes of a program; more than it has threads, so that no state is read twice and written in between
-FEW, SOME = 4, 64  # rows for which a program adds up the projections by itself; by tensor cores. With more: the library
-OUTPUTS, COLUMNS = 4, 1024  # of a program with the projections: rows of the weights, and how much of them at once
-BLOCK = 1024  # numbers of a program that only gates
+TILE, WARPS = 128, 2  # modes per program; more than its threads, so that no state is read again after it was written
+FEW, SOME = 4, 64  # most rows whose projections a program sums by itself; on tensor cores. With more: cuBLAS
+OUTPUTS, COLUMNS = 4, 1024  # per program with the projections: rows of the weights, and columns loaded at once
+BLOCK = 1024  # numbers per program of gate_kernel
 
 SQRT_HALF = tl.constexpr(0.7071067811865476)
 PI = tl.constexpr(3.141592653589793)
@@ -92,10 +92,10 @@ def step_kernel(
         im = tl.load(imag_ptr + at, mask=mask, other=0.0).to(tl.float64)
     Cr, Ci = pairs(C_ptr, own, mask, REAL)
     skip = tl.load(skip_ptr + d, mask=dm, other=0.0)
-    # a = the discrete A less 1, b = the discrete B: what changes is (a x + b u), less v (q x) where there is a P
+    # a = the discrete A - 1, b = the discrete B: the change is (a x + b u), minus v (q x) if there is a P
     lr, li = dt * re, dt * im
     if ZOH:
-        s, c = sine_cosine(li * HALF_TURNS)  # of half the phase: its sign drops out
+        s, c = sine_cosine(li * HALF_TURNS)  # of half the phase; the common sign drops out
         grown, turned = expm1(lr), 2.0 * s * s
         ar, ai = grown * (1.0 - turned) - turned, (1.0 + grown) * (2.0 * s * c)
         scale = 1.0 / (re * re + im * im)
@@ -125,12 +125,12 @@ def step_kernel(
         gdc_wait()
         gdc_launch_dependents()
     us, rs, js = (), (), ()
-    for i in tl.static_range(ROWS):  # all are asked for before any is written: the compiler may not reorder them itself
+    for i in tl.static_range(ROWS):  # all loads come before any store: the compiler may not reorder them itself
         b = tl.program_id(1).to(tl.int64) * ROWS + i
         us = us + (tl.load(u_ptr + b * sub + d, mask=dm & (b < batch), other=0.0).to(tl.float32),)  # noqa: RUF005
         xr, xi = pairs(x_ptr, b * (E * M) + own, mask & (b < batch), REAL)
         rs, js = rs + (xr,), js + (xi,)  # noqa: RUF005
-    for i in tl.static_range(ROWS):  # as an axis of the tile these took nearly twice as long: H200.md
+    for i in tl.static_range(ROWS):  # as an axis of the tile the rows took nearly twice as long: H200.md
         b = tl.program_id(1).to(tl.int64) * ROWS + i
         u, xr, xi = us[i], rs[i], js[i]
         there = mask & (b < batch)
@@ -235,7 +235,7 @@ def gate_kernel(value_ptr, gate_ptr, out_ptr, n, BLOCK: tl.constexpr):
 
 
 def why_not(u: Tensor, states: int) -> str | None:
-    """Why a step of u, with so many numbers of state a channel, cannot go through the kernels; None if it can."""
+    """Why the kernels cannot run on u with `states` numbers of state per channel; None if they can."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         if u.device.type != "cpu":
             return "Triton's interpreter is on and u is not on the CPU"
@@ -246,7 +246,7 @@ def why_not(u: Tensor, states: int) -> str | None:
     if u.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"it takes float32, bfloat16 and float16, not {u.dtype}"
     if states > MOST_STATES:
-        return f"it takes up to {MOST_STATES} numbers of state a channel, x has {states}"
+        return f"it takes up to {MOST_STATES} numbers of state per channel, x has {states}"
     return None
 
 
@@ -254,8 +254,8 @@ def step(
     u, x, log_dt, log_decay, imag, P, B, C, D, method: str, activation: str | None, dtype: torch.dtype, in_place: bool = False,
     rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """y (B, E) in dtype and the new state; see `s4_step`. in_place: the new state is written over the old one, where that is
-    contiguous. rows: that a program takes, a power of two."""
+    """y (B, E) in dtype and the new state; see `s4_step`. in_place: the new state overwrites the old one, if that is
+    contiguous. rows: number of rows per program, a power of two."""
     (batch, width), (_, modes, parts) = u.shape, C.shape
     new = x if in_place and x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
     y = u.new_empty(batch, width, dtype=dtype)
@@ -287,7 +287,7 @@ def gated(y, gate_proj, gate_bias, out_proj, out_bias) -> Tensor:
     out = y.new_empty(batch, outputs)
     if not out.numel():
         return out
-    some = FEW < batch <= SOME and y.dtype != torch.float32  # whose products are no tensor core's
+    some = FEW < batch <= SOME and y.dtype != torch.float32  # float32 products do not run on tensor cores here
     if batch > FEW and not some:
         value, gate = linear(y, out_proj, out_bias), linear(y, gate_proj, gate_bias)
         n = out.numel()
@@ -313,5 +313,5 @@ def _whole(t: Tensor) -> Tensor:
 
 
 def _or(t: Tensor | None, other: Tensor) -> Tensor:
-    """Contiguous; a pointer that a kernel will not read, where t is absent."""
+    """t made contiguous, or a placeholder pointer that the kernel does not read."""
     return other if t is None else t.contiguous()

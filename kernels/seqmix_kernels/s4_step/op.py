@@ -1,4 +1,4 @@
-"""The public operators: their contracts, the choice of an implementation, the registered ops."""
+"""The public operators: their contracts, the choice of an implementation and the registered ops."""
 
 import functools
 import logging
@@ -31,24 +31,24 @@ def s4_step(
 ) -> tuple[Tensor, Tensor]:
     """One token of an S4 (P and B given) or S4D layer, from its parameters: x = Ā x + B̄ u, y = φ(2 Re C x + D u).
 
-    Δ = exp(log_dt), A = -exp(log_decay) + i imag, less P P* where there is a P; B is 1 where there is none.
+    Δ = exp(log_dt), A = -exp(log_decay) + i imag, minus P P* if P is given; without P, B is 1.
 
     Args:
         u: (B, E); float32, bfloat16, float16 or float64.
-        x: (B, E, M, 2), one mode of each conjugate pair; (B, E, N, 1) for real modes. In the dtype of the parameters.
-        log_dt, D: (E,). log_decay, imag: (n, M); P, B: (n, M, 2); channel e has row e mod n of these four. imag None: real
-            modes, which count once. C: (E, M, 2), or (E, N, 1) for real modes. All float32, or float64.
-        method: "zoh" or "bilinear"; with a P always the latter.
+        x: (B, E, M, 2), one mode per conjugate pair; (B, E, N, 1) for real modes. In the dtype of the parameters.
+        log_dt, D: (E,). log_decay, imag: (n, M); P, B: (n, M, 2); channel e uses row e mod n of these four. imag None: real
+            modes, which count once. C: (E, M, 2), or (E, N, 1) for real modes. All float32, or all float64.
+        method: "zoh" or "bilinear"; with P always the latter.
         activation: φ, "gelu" or None.
-        impl: one of IMPLS. "fused" has no gradient; "auto" is what `which_impl` answers.
-        in_place: the state given is used up; the fused step writes the new one over it and hands it back.
+        impl: one of IMPLS. "fused" has no gradient; "auto" selects what `which_impl` returns.
+        in_place: the fused step overwrites the given state with the new one and returns it.
 
     Returns:
-        y (B, E) in u's dtype, or the autocast dtype; the state after the step, of x's shape and dtype, a new tensor unless
+        y (B, E) in u's dtype, or the autocast dtype; the state after the step, with x's shape and dtype, a new tensor unless
         in_place.
 
     Raises:
-        ValueError: a shape, dtype, device or name that does not fit, or an implementation that cannot run here.
+        ValueError: an invalid shape, dtype, device or name, or an implementation that cannot run here.
     """
     tensors = (u, x, log_dt, log_decay, imag, P, B, C, D)
     method = method if P is None else "bilinear"
@@ -74,7 +74,7 @@ def gated_projection(
     out_bias: Tensor | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """(W_o y + b_o) ∘ sigmoid(W_g y + b_g) for a token of each row: the gated linear unit (Dauphin et al. 2017) after an S4.
+    """(W_o y + b_o) ∘ sigmoid(W_g y + b_g) for one token per row: the gated linear unit (Dauphin et al. 2017) after an S4.
 
     Args:
         y: (B, E). gate_proj, out_proj: (O, E). gate_bias, out_bias: (O,). Weights are rounded to the dtype of the result.
@@ -84,7 +84,7 @@ def gated_projection(
         (B, O) in y's dtype, or the autocast dtype.
 
     Raises:
-        ValueError: a shape, device or name that does not fit, or an implementation that cannot run here.
+        ValueError: an invalid shape, device or name, or an implementation that cannot run here.
     """
     weights = gate_proj, gate_bias, out_proj, out_bias
     if y.dim() != 2 or not y.is_floating_point():
@@ -106,7 +106,7 @@ def gated_projection(
 
 
 def which_impl(u: Tensor, states: int, needs_grad: bool) -> tuple[str, str]:
-    """What "auto" takes for tensors like these, and why: ("fused", "fused GPU kernels"). states: numbers of state a channel."""
+    """What "auto" selects for tensors like these, and why: ("fused", "fused GPU kernels"). states: those per channel."""
     reason = why_not("fused", u, states, needs_grad)
     return ("fused", "fused GPU kernels") if reason is None else ("reference", f"fused cannot run: {reason}")
 
@@ -118,7 +118,7 @@ def why_not(impl: str, u: Tensor, states: int, needs_grad: bool) -> str | None:
     if needs_grad:
         return "it has no gradient"
     if u.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        return "u is on cpu"  # without importing Triton to hear it
+        return "u is on cpu"  # known without importing Triton
     try:
         from . import fused
     except ImportError as missing:
@@ -127,7 +127,7 @@ def why_not(impl: str, u: Tensor, states: int, needs_grad: bool) -> str | None:
 
 
 def _choose(op: str, tensors: tuple[Tensor | None, ...], like: Tensor, states: int, impl: str) -> str:
-    """like: a parameter; in float64 it decides, whatever the dtype of the token."""
+    """like: a parameter; if it is float64, it decides instead of the token."""
     if impl not in IMPLS:
         raise ValueError(f"impl must be one of {', '.join(IMPLS)}; got {impl!r}")
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
@@ -143,7 +143,7 @@ def _choose(op: str, tensors: tuple[Tensor | None, ...], like: Tensor, states: i
 
 @functools.cache
 def _say_once(op: str, device: str, name: str, reason: str) -> None:
-    log.info("%s on %s takes %s: %s", op, device, name, reason)
+    log.info("%s on %s uses %s: %s", op, device, name, reason)
 
 
 # ---- the registered ops ---------------------------------------------------------------------------------------------

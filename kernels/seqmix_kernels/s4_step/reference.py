@@ -1,11 +1,11 @@
-"""One step of an S4 or S4D layer as its equations say it, with autograd for free.
+"""One step of an S4 or S4D layer, as its equations state it; autograd computes the gradients.
 
-    x = Ā x + B̄ u                              N/2 complex modes a channel, one of each conjugate pair, or N real ones
+    x = Ā x + B̄ u                              N/2 complex modes per channel, one per conjugate pair, or N real ones
     y = φ(2 Re C x + D u)                      φ none or GELU
     out = (W_o y + b_o) ∘ sigmoid(W_g y + b_g)
 
-Parameters are discretised in float64, at every call; the step is in the dtype of the state. What changes is added to the state,
-x + (Ā - I) x + B̄ u: rounding is in proportion to the change, and a slow mode keeps its pace.
+Parameters are discretised in float64, at every call; the step is in the dtype of the state. The change is added to the state,
+x + (Ā - I) x + B̄ u: rounding errors scale with the change, and a slow mode keeps its time scale.
 """
 
 import torch
@@ -17,7 +17,7 @@ from ..s4_kernel import discretize, dplr_modes, expm1, increment, times
 
 
 def discrete(log_dt, log_decay, imag, P, B, method: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """What `advance` needs of the parameters: Ā - 1 and B̄, pairs (E, M, 2); where there is a P, ΔΛ, √Δ P and Δ B."""
+    """What `advance` needs of the parameters: Ā - 1 and B̄, pairs (E, M, 2); if P is given, ΔΛ, √Δ P and Δ B."""
     if P is not None:
         return tuple(t.to(dtype) for t in dplr_modes(log_dt, log_decay, imag, P, B))
     decay = -log_decay.double().exp()
@@ -30,7 +30,7 @@ def advance(u: Tensor, x: Tensor, C: Tensor, *discrete: Tensor) -> tuple[Tensor,
     """u (B, E), the state x (B, E, M, 2), or (B, E, N, 1) where A is real -> 2 Re C x (B, E), the state after."""
     if len(discrete) == 3:
         lam, P, B = discrete
-        x = x + increment(x, lam, P, B * u[..., None, None])  # in O(N): Woodbury's formula in place of the matrix Ā
+        x = x + increment(x, lam, P, B * u[..., None, None])  # in O(N), by Woodbury's formula instead of the matrix Ā
         return 2 * times(C, x)[..., 0].sum(-1), x
     change, B_bar = discrete
     parts = C.shape[-1]

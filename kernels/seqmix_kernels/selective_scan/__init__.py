@@ -1,4 +1,4 @@
-"""Mamba's selective scan. `which_impl` says what "auto" takes and why; README.md has the mathematics."""
+"""Mamba's selective scan. `which_impl` returns what "auto" selects and why; README.md has the mathematics."""
 
 from .op import IMPLS, selective_scan, which_impl
 

@@ -1,4 +1,4 @@
-"""The public operator: its contract, the choice of an implementation, the registered ops behind the compiled ones."""
+"""The public operator: its contract, the choice of an implementation and the registered ops of the compiled ones."""
 
 import functools
 import logging
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 IMPLS = ("auto", "sequential", "blelloch", "kogge_stone", "chunked", "cpu", "fused")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-TORCH_CHUNK = 16  # of the `chunked` form
+TORCH_CHUNK = 16  # steps per chunk in `chunked`
 
 
 def selective_scan(
@@ -32,7 +32,7 @@ def selective_scan(
     chunk: int | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Mamba's recurrence over a sequence, from a state to a state (Gu and Dao 2023, §3.2, algorithm 2).
+    """Mamba's recurrence over a sequence; it takes and returns a state (Gu and Dao 2023, §3.2, algorithm 2).
 
         Δ_t = softplus(dt_t + dt_bias)                            without softplus: Δ_t = dt_t + dt_bias
         h_t = exp(Δ_t A) h_{t-1} + B̄_t x_t
@@ -40,25 +40,26 @@ def selective_scan(
         B̄_t = Δ_t B_t ("euler") or (exp(Δ_t A) - 1)/A · B_t ("zoh", Δ_t B_t where A = 0)
 
     Args:
-        x, dt, z: (B, L, D), channel-last, any strides, of one dtype: float32, bfloat16, float16; float64 in the torch
-            implementations.
-        A: (D, N), real, negative where the state is to decay. float32 like every parameter and state below (float64
-            where x is).
+        x, dt, z: (B, L, D), channel-last, any strides, all of one dtype: float32, bfloat16, float16, or float64 in the
+            torch implementations.
+        A: (D, N), real, negative where the state should decay. float32 like every parameter and state below (float64
+            if x is).
         B, C: (B, L, G, N) in x's dtype; channel d uses group d // (D // G). N from 1 to 256.
         D, dt_bias: (D,).
         initial_state: (B, D, N), zeros if None.
-        seq_idx: (B, L) integers. Where it changes from t-1 to t the state is forgotten before t (decay 0). Position 0
+        seq_idx: (B, L) integers. Where it changes from t-1 to t the state is reset before t (decay 0). Position 0
             keeps the initial state. Negative values have no special meaning.
-        chunk: steps between the states kept for the backward (of one parallel scan in "chunked"); None: chosen.
-        impl: one of IMPLS; README.md gives depth and work of each. "auto" is what `which_impl` answers.
+        chunk: steps between the states saved for the backward (in "chunked": steps per parallel scan); None: a default.
+        impl: one of IMPLS; README.md gives their depth and work. "auto" selects what `which_impl` returns.
 
     Returns:
-        y (B, L, D) in x's dtype and the final state (B, D, N). Everything real is differentiable, the states too.
+        y (B, L, D) in x's dtype and the final state (B, D, N). Differentiable in all float inputs, including the
+        initial state.
 
-    Under autocast x, dt, z, B, C are cast to the autocast dtype and the rest stays float32.
+    Under autocast x, dt, z, B, C are cast to the autocast dtype and the other inputs stay float32.
 
     Raises:
-        ValueError: a shape, dtype, device or name that does not fit, or an implementation that cannot run here.
+        ValueError: an invalid shape, dtype, device or name, or an implementation that cannot run here.
     """
     device = x.device.type
     if x.dtype != torch.float64 and torch.is_autocast_enabled(device):
@@ -86,7 +87,7 @@ def selective_scan(
 
 
 def which_impl(x: Tensor) -> tuple[str, str]:
-    """What "auto" takes for a tensor like x, and why: ("cpu", "C kernel, ...")."""
+    """What "auto" selects for a tensor like x, and why: ("cpu", "C kernel, ...")."""
     if x.dtype == torch.float64:
         return "sequential", "float64 is for checking: the plain recurrence"
     best = "fused" if x.is_cuda else "cpu"
@@ -105,8 +106,8 @@ def why_not(impl: str, x: Tensor) -> str | None:
     return _fused_why_not(x) if impl == "fused" else None
 
 
-# torch.compile takes the answer for a constant: tracing must not run a C compiler. This mark is all that
-# torch.compiler.assume_constant_result sets, but that imports the whole compiler, and Triton with it
+# torch.compile must treat the result as a constant: tracing must not run a C compiler. torch.compiler.assume_constant_result
+# only sets this attribute, but calling it imports the whole compiler, and Triton with it
 cpu.why_not._dynamo_marked_constant = True
 
 
@@ -124,7 +125,7 @@ def _fused_why_not(x: Tensor) -> str | None:
     return fused.why_not(x, x, x.new_empty(0, 1), x, x)
 
 
-_choices: dict = {}  # on a GPU an answer holds as long as the process lives; asking the driver is 10 us a call
+_choices: dict = {}  # on a GPU a choice is valid for the life of the process; querying the driver takes 10 us per call
 
 
 def _choose(x: Tensor, impl: str) -> str:
@@ -153,7 +154,7 @@ def _chosen(x: Tensor, impl: str) -> str:
 @functools.cache
 def _say_once(device: str, double: bool, name: str, reason: str) -> None:
     slow = name == "chunked"
-    log.log(logging.WARNING if slow else logging.INFO, "selective_scan on %s takes %s: %s", device, name, reason)
+    log.log(logging.WARNING if slow else logging.INFO, "selective_scan on %s uses %s: %s", device, name, reason)
 
 
 # ---- the registered ops: what torch.compile, autograd and the backends see ------------------------------------------
@@ -215,7 +216,7 @@ _below_autograd = autograd.below(torch.ops.seqmix.selective_scan_fwd)
 
 
 class _Scan(torch.autograd.Function):
-    """run: what computes the forward, the op below autograd or, where nothing would see the op, its backend at once."""
+    """run: what computes the forward: the op below autograd, or its backend directly where nothing needs to see the op."""
 
     @staticmethod
     def forward(ctx, run, settings, *tensors):
@@ -225,7 +226,7 @@ class _Scan(torch.autograd.Function):
         *ctx.settings, _, ctx.backend = settings
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(boundary, gate)
-        # the output is kept alive by what reads it; it is saved only where the gate's gradient is taken from it
+        # saving y costs no memory while a later op holds it; it is saved only where the gate's gradient is computed from it
         ctx.save_for_backward(*tensors, y if gate.dtype == torch.int8 else gate, boundary, gate)
         return output
 
@@ -235,7 +236,7 @@ class _Scan(torch.autograd.Function):
         x, D, z, dt_bias, initial_state = saved[0], *saved[5:9]
         if dy is None:
             dy = x.new_zeros(1, 1, 1).expand(x.shape)
-        # a graph of the backward is wanted only to refuse it; what was saved is as it was, but for a hook of another class
+        # double backward goes through the op, which raises; saved tensors have their old class, unless a hook replaced them
         if ctx.direct and not torch.is_grad_enabled() and _ordinary((dy, dfinal)) and _TYPES.issuperset(map(type, saved)):
             made = _backend(ctx.backend).backward(dy, dfinal, *saved, *ctx.settings)
         else:
@@ -254,11 +255,11 @@ autograd.register(
 )
 
 
-# ---- past the dispatcher -------------------------------------------------------------------------------------------
+# ---- without the dispatcher ----------------------------------------------------------------------------------------
 
 
-# An op in Python crosses the dispatcher four times in a forward and backward. Where the dispatcher has nothing to do but
-# autograd and the kernel, they are called at once.
+# An op in Python crosses the dispatcher four times in a forward and backward. Where the dispatcher would only call autograd
+# and the kernel, they are called directly.
 def _keys(*names: str) -> int:
     """A set of dispatch keys, as a number."""
     made = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, names[0]))
@@ -267,7 +268,7 @@ def _keys(*names: str) -> int:
     return made.raw_repr()
 
 
-# of a thread and of a tensor; the shorter ones in inference mode
+# the key sets of a thread and of a tensor; the shorter ones apply in inference mode
 _EAGER = frozenset((_keys("BackendSelect", "ADInplaceOrView"), _keys("BackendSelect")))
 _DENSE = frozenset(
     _keys(*some)
@@ -275,12 +276,12 @@ _DENSE = frozenset(
     for some in ((device, f"Autocast{device}", f"Autograd{device}", "ADInplaceOrView"), (device, f"Autocast{device}"))
 )
 _TYPES = frozenset((Tensor, torch.nn.Parameter, type(None)))
-_apply = super(torch.autograd.Function, _Scan).apply  # less the search for functorch's wrappers: there are none
+_apply = super(torch.autograd.Function, _Scan).apply  # skips the search for functorch's wrappers: there are none
 
 
 def _ordinary(tensors) -> bool:
-    """Whether torch sees dense tensors and nothing else: no mode, transform, tracer or lazy negation (each of which is a
-    dispatch key), no torch function's mode or class."""
+    """Whether these are plain dense tensors: no mode, transform, tracer or lazy negation (each of which is a dispatch key) is
+    active, and no __torch_function__ mode or subclass."""
     if torch._C._dispatch_tls_local_include_set().raw_repr() not in _EAGER or torch._C._len_torch_function_stack():
         return False
     if not _TYPES.issuperset(map(type, tensors)):
@@ -303,7 +304,7 @@ def _check(x, dt, A, B, C, D, z, dt_bias, discretization, initial_state, seq_idx
         raise ValueError(f"A must be (D, N) with D = {width}; got shape {tuple(A.shape)}")
     n = A.shape[1]
     if not 1 <= n <= 256:
-        raise ValueError(f"A must have N from 1 to 256 states a channel; got {n}")
+        raise ValueError(f"A must have N from 1 to 256 states per channel; got {n}")
     if B.dim() != 4 or B.shape[2] < 1 or width % B.shape[2]:
         raise ValueError(f"B must be (B, L, G, N) with G dividing D = {width}; got shape {tuple(B.shape)}")
     grouped = (batch, length, B.shape[2], n)

@@ -1,4 +1,4 @@
-"""The gate of SwiGLU, silu(gate) * value, in one pass. `which_impl` says what "auto" takes and why."""
+"""The gate of SwiGLU, silu(gate) * value, in one pass. `which_impl` returns what "auto" selects and why."""
 
 from .op import IMPLS, swiglu, which_impl
 

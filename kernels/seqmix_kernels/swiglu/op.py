@@ -1,14 +1,14 @@
-"""The public operator: its contract, the choice of an implementation.
+"""The public operator: its contract and the choice of an implementation.
 
     a = silu(gate) value          silu(x) = x σ(x)
 
-(Shazeer 2020, "GLU Variants Improve Transformer", eq. 5, without its matrices.) gate and value are the halves of one product.
-The gradients are
+(Shazeer 2020, "GLU Variants Improve Transformer", eq. 5, without its matrices.) gate and value are the halves of one
+projection. The gradients are
 
     ∂gate = ∂a value σ(gate) (1 + gate (1 - σ(gate)))          ∂value = ∂a silu(gate)
 
-In plain torch, autograd keeps silu(gate) beside the halves and concatenates their gradients. The kernels keep h alone and
-write its gradient once.
+In plain torch, autograd saves silu(gate) in addition to the halves and concatenates their gradients. The kernels save only h
+and write its gradient once.
 """
 
 import torch
@@ -22,14 +22,14 @@ def swiglu(h: Tensor, impl: str = "auto") -> Tensor:
     """silu(gate) * value of h = [gate, value] along the last dimension.
 
     Args:
-        h: (..., 2H), the gate before the value, any strides, any float dtype.
-        impl: one of IMPLS; "auto" takes what `which_impl` answers.
+        h: (..., 2H), the gate, then the value; any strides, any float dtype.
+        impl: one of IMPLS; "auto" selects what `which_impl` returns.
 
     Returns:
-        (..., H) in h's dtype, computed in float32 (float64 where h is). Differentiable once.
+        (..., H) in h's dtype, computed in float32 (float64 if h is). Differentiable once.
 
     Raises:
-        ValueError: a shape, dtype or name that does not fit, or an implementation that cannot run here.
+        ValueError: an invalid shape, dtype or name, or an implementation that cannot run here.
     """
     if h.dim() == 0 or h.shape[-1] % 2 or not h.is_floating_point():
         raise ValueError(f"h must be (..., 2H) and real; got shape {tuple(h.shape)}, {h.dtype}")
@@ -48,7 +48,7 @@ def reference(h: Tensor) -> Tensor:
 
 
 def which_impl(h: Tensor) -> tuple[str, str]:
-    """What "auto" takes for an h like this, and why: ("fused", "fused GPU kernels")."""
+    """What "auto" selects for an h like this, and why: ("fused", "fused GPU kernels")."""
     if torch.compiler.is_compiling():
         return "reference", "torch.compile fuses it by itself"
     reason = why_not(h)

@@ -1,4 +1,4 @@
-"""Thin Lightning hooks over seqmix.measure. Those that measure have `summary()`: names and values for summary.json."""
+"""Thin Lightning hooks over seqmix.measure. Those that measure have `summary()`, which returns values for summary.json."""
 
 from seqmix.callbacks.checkpoint import BestCheckpoint, LastCheckpoint, best_checkpoint
 from seqmix.callbacks.costs import Costs
@@ -7,6 +7,7 @@ from seqmix.callbacks.memory import Memory
 from seqmix.callbacks.nonfinite import NonFiniteGuard
 from seqmix.callbacks.predictions import Predictions
 from seqmix.callbacks.progress import Progress
+from seqmix.callbacks.solved import Solved
 from seqmix.callbacks.throughput import Throughput
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "NonFiniteGuard",
     "Predictions",
     "Progress",
+    "Solved",
     "Throughput",
     "best_checkpoint",
 ]

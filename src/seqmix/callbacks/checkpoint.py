@@ -1,10 +1,10 @@
-"""The two checkpoints a run keeps, under names that can be pasted into `ckpt=`: no `=`, no `/` from a metric's name.
+"""The checkpoints of a run. Their names can be pasted into `ckpt=`: they have no `=`, and no `/` from a metric's name.
 
     checkpoints/best.ckpt           the weights with the best validation score so far
-    checkpoints/last.ckpt           where to go on from: by steps, by minutes, at the end, on Ctrl-C, on SIGTERM
-    checkpoints/step_000010.ckpt    kept beside last.ckpt, if asked for
+    checkpoints/last.ckpt           to resume from: saved every n steps or minutes, at the end, on Ctrl-C and on SIGTERM
+    checkpoints/step_000010.ckpt    copies of last.ckpt, if keep_steps is set
 
-Lightning writes a file beside the target and moves it there: a crash or a full disk leaves the earlier one whole.
+Lightning writes to another file and then moves it to the target, so a crash or a full disk leaves the earlier one intact.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def best_checkpoint(trainer: L.Trainer) -> str | None:
-    """Path of the best checkpoint of the run, or None: never validated, or never with a finite score."""
+    """Path of the best checkpoint of the run; None if no validation had a finite score."""
     for callback in trainer.callbacks:
         if isinstance(callback, BestCheckpoint) and callback.best_model_path:
             return callback.best_model_path
@@ -36,11 +36,11 @@ def best_checkpoint(trainer: L.Trainer) -> str | None:
 
 
 class BestCheckpoint(Checkpoint):
-    """Keeps `<dirpath>/best.ckpt`: the weights of the validation with the smallest `monitor` (largest, if mode=max).
+    """Keeps `<dirpath>/best.ckpt`: the weights at the validation with the smallest `monitor` (largest, if mode=max).
 
-    A score that is NaN or infinite is never the best, nor is one of the sanity check. A resumed run keeps the best score
-    so far, also in a new folder, if that measured the same: the same monitor and mode, on the same rows. The first
-    validation, sanity check included, ends in a ValueError with the names that exist if `monitor` is none of them.
+    Scores that are NaN or infinite, and those of the sanity check, do not count. A resumed run keeps the best score so far,
+    also in a new folder, if it is comparable: the same monitor and mode, on the same rows. If `monitor` does not exist, the
+    first validation (or the sanity check) raises a ValueError that lists the names.
     """
 
     def __init__(self, dirpath: str | os.PathLike, monitor: str = "val/loss", mode: str = "min"):
@@ -62,7 +62,7 @@ class BestCheckpoint(Checkpoint):
             return
         scores = trainer.callback_metrics
         if self.monitor not in scores:
-            raise _unknown_monitor(self.monitor, scores)
+            raise unknown_monitor(self.monitor, scores)
         if trainer.sanity_checking or trainer.fast_dev_run:
             return
         score = float(scores[self.monitor])
@@ -84,10 +84,10 @@ class BestCheckpoint(Checkpoint):
     def load_state_dict(self, state: dict) -> None:
         if state["measures"] != self._measures:
             changed = [key for key, now in self._measures.items() if state["measures"].get(key) != now]
-            log.warning("the best score of the run that is resumed measured something else (%s): this run begins anew", changed)
+            log.warning("the best score of the resumed run is not comparable (changed: %s), so it begins anew", changed)
             return
         if state["path"] and not os.path.exists(state["path"]):
-            log.warning("the best checkpoint of the run being resumed is gone: %s", state["path"])
+            log.warning("the best checkpoint of the resumed run does not exist any more: %s", state["path"])
             return
         self.best_model_path, self.best_model_score, self.best_step = state["path"], state["score"], state["step"]
 
@@ -96,25 +96,27 @@ class BestCheckpoint(Checkpoint):
         return {f"best/{self.monitor}": self.best_model_score, "best/step": self.best_step}
 
 
-def _unknown_monitor(monitor: str, scores: dict) -> ValueError:
+def unknown_monitor(monitor: str, scores: dict) -> ValueError:
     valid = sorted(name for name in scores if name.startswith("val"))
     near = difflib.get_close_matches(monitor, valid, n=1)
     return ValueError(
-        f"monitor={monitor!r} is not what a validation logs"
+        f"monitor={monitor!r} is not logged by validation"
         + (f"; did you mean {near[0]!r}?" if near else ".")
         + f" Valid names: {', '.join(valid) or 'none'}"
     )
 
 
 class LastCheckpoint(Checkpoint):
-    """Keeps `<dirpath>/last.ckpt`, from which a run goes on exactly.
+    """Keeps `<dirpath>/last.ckpt`, from which a run resumes exactly.
 
-    every_n_steps: optimizer steps between saves, null for none. every_minutes: minutes between saves, null for none;
-    both may be set. keep_steps: of the saves by steps, how many stay as `step_000010.ckpt` too (-1: all).
-    It also saves after the last step. It saves between steps alone: in the middle of one the data are a batch ahead of
-    the weights, in the middle of a validation its sums are half full, and nothing could go on from there exactly. So an
-    error leaves the last.ckpt that was there, and Ctrl-C and SIGTERM are held back until the next step is done and saved
-    (on several ranks: the next logged one); a second Ctrl-C does not wait, and does not save.
+    every_n_steps: optimizer steps between saves, null to not save by steps. every_minutes: minutes between saves, null to
+    not save by time; both may be set. keep_steps: how many of the saves by steps to keep as `step_000010.ckpt` (-1: all).
+    The last step is always saved. Checkpoints are only saved between steps: during a step the data are one batch ahead of the
+    weights, and during a validation its sums are incomplete, so no exact resume would be possible. An error therefore leaves
+    the previous last.ckpt. Ctrl-C and SIGTERM take effect when the current step or validation is done and saved (on several
+    ranks: the next step that logs). A second Ctrl-C stops at once and does not save.
+    If a validation follows a step that was saved, the file is saved again after it, and an interrupted run stops only then: a
+    resumed run does not repeat that validation, so the file must hold its result (the best score so far).
     """
 
     def __init__(
@@ -146,7 +148,7 @@ class LastCheckpoint(Checkpoint):
         self._saved_step = self._step = trainer.global_step
         self._saved_at = self.clock()
         self._signal = 0
-        if threading.current_thread() is threading.main_thread():  # Python lets no other set a handler
+        if threading.current_thread() is threading.main_thread():  # only it may set a handler
             for signum in (signal.SIGINT, signal.SIGTERM):
                 self._handlers[signum] = signal.signal(signum, self._hold_back)
 
@@ -154,23 +156,31 @@ class LastCheckpoint(Checkpoint):
         if self._signal == signum == signal.SIGINT:
             raise KeyboardInterrupt
         self._signal = signum
-        again = "; once more to stop at once" if signum == signal.SIGINT else ""
-        log.warning("interrupted: stopping once the next step is done and saved%s", again)
+        again = "; press Ctrl-C again to stop at once" if signum == signal.SIGINT else ""
+        log.warning("interrupted: the run stops when the step, or the validation, is done and saved%s", again)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs, batch, batch_idx: int
     ) -> None:
-        stepped = trainer.global_step > self._step
+        if trainer.global_step == self._step:
+            return
         self._step = trainer.global_step
-        if stepped:
-            by_steps = self.every_n_steps is not None and self._step % self.every_n_steps == 0
-            stops = self._is_stopped(trainer)
-            if by_steps or stops or self._step == trainer.max_steps or self._time_is_up(trainer):
-                self._save(trainer)
-                if by_steps and self.keep_steps != 0:
-                    self._keep(trainer)
-            if stops:
-                self._stop()
+        by_steps = self.every_n_steps is not None and self._step % self.every_n_steps == 0
+        stops = self._is_stopped(trainer)
+        if by_steps or stops or self._step == trainer.max_steps or self._time_is_up(trainer):
+            self._save(trainer)
+        every = trainer.val_check_batch if trainer.enable_validation else None
+        if stops and (every is None or (trainer.fit_loop.total_batch_idx + 1) % every):  # else once it has been validated
+            self._stop()
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.state.fn != "fit" or trainer.sanity_checking:
+            return
+        stops = self._is_stopped(trainer)
+        if stops or self._saved_step == trainer.global_step:
+            self._save(trainer)
+        if stops:
+            self._stop()
 
     def _is_stopped(self, trainer: L.Trainer) -> bool:
         if trainer.world_size == 1:
@@ -187,13 +197,13 @@ class LastCheckpoint(Checkpoint):
         up = self.clock() - self._saved_at >= 60 * self.every_minutes
         if trainer.world_size == 1:
             return up
-        # ranks must agree, and asking the first waits for the device: only now and then
+        # ranks must agree, and the broadcast waits for the device, so it is not done at each step
         return self._step % trainer.log_every_n_steps == 0 and trainer.strategy.broadcast(up)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._step > self._saved_step:
             self._save(trainer)
-        if self._signal:  # in the validation after the last step
+        if self._signal:  # received after the last step
             self._stop()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
@@ -202,8 +212,8 @@ class LastCheckpoint(Checkpoint):
             return
         if trainer.global_step == 0 or trainer.global_step == self._saved_step:
             return
-        kept = f"last.ckpt stays that of step {self._saved_step}" if self.path.exists() else "there is no last.ckpt"
-        log.warning("stopped on the way to step %d, not saved; %s", trainer.global_step + 1, kept)
+        kept = f"last.ckpt is still that of step {self._saved_step}" if self.path.exists() else "there is no last.ckpt"
+        log.warning("the run stopped during step %d, without saving; %s", trainer.global_step + 1, kept)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._restore_handlers()
@@ -217,13 +227,16 @@ class LastCheckpoint(Checkpoint):
             return
         trainer.save_checkpoint(self.path)
         self._saved_step, self._saved_at = trainer.global_step, self.clock()
+        if self.keep_steps != 0 and self.every_n_steps is not None and self._saved_step % self.every_n_steps == 0:
+            self._keep(trainer)
 
     def _keep(self, trainer: L.Trainer) -> None:
-        if not trainer.is_global_zero or trainer.fast_dev_run:
+        if not trainer.is_global_zero:
             return
         path = self.folder / f"step_{trainer.global_step:06d}.ckpt"
         shutil.copyfile(self.path, path.with_suffix(".part"))
         os.replace(path.with_suffix(".part"), path)
-        self._kept.append(path)
+        if path not in self._kept:
+            self._kept.append(path)
         while 0 < self.keep_steps < len(self._kept):
             self._kept.pop(0).unlink(missing_ok=True)

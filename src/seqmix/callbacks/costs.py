@@ -1,4 +1,4 @@
-"""What the trained model costs to use: a prompt, a token after it, the bytes between them."""
+"""What inference with the trained model costs: the prefill of a prompt, the step per token after it, the bytes of state."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ KEPT = (
 
 
 class Costs(L.Callback):
-    """After training, at batch 1 and in the run's precision, as `python -m seqmix.bench` measures it: into summary.json as
-    `decode/L256/prefill_ms` and so on, a context length each.
+    """Measured after training, at batch 1 and in the run's precision, as in `python -m seqmix.bench`. summary.json has the
+    numbers per context length, as `decode/L256/prefill_ms` and so on.
 
-    lengths: of the contexts, in tokens; null: task.seq_len alone. seconds: of timed calls, a measurement. Runs on several
-    ranks are not measured: the model may be in pieces.
+    lengths: context lengths in tokens, null for task.seq_len only. seconds: time of timed calls per measurement. Runs on
+    several ranks are not measured, because the model may be sharded.
     """
 
     def __init__(self, lengths: Sequence[int] | None = None, seconds: float = 0.5):
@@ -38,7 +38,7 @@ class Costs(L.Callback):
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._numbers = {}
         if trainer.world_size > 1:
-            log.warning("what decoding costs is not measured on several ranks")
+            log.warning("the cost of decoding is not measured on several ranks")
             return
         model, was_training = pl_module.model, pl_module.model.training
         autocast = AUTOCAST.get(trainer.precision)

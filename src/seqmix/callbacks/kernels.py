@@ -1,4 +1,4 @@
-"""Which implementation of each operator a run took, and why not a faster one: into the run's config and its summary."""
+"""Records in the run's config and summary which implementation of each operator it uses, and why not a faster one."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import torch
 
 
 class Kernels(L.Callback):
-    """Asks the model, by `kernels_used(batch, length)`: names of operators, what computes them and why.
+    """Calls `model.kernels_used(batch, length)`, which returns the implementation of each operator and the reason.
 
-    At the start of training, under the precision and on the device of the run: where a choice is measured, this is when.
+    The call is made at the start of training, under the precision and on the device of the run. If a choice is measured, the
+    measurement happens then.
     """
 
     def __init__(self):

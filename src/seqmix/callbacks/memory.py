@@ -1,4 +1,4 @@
-"""Peak memory of training, size of the state, number of parameters: each of this run alone."""
+"""Peak memory of training, size of the state, number of parameters: of this run only."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from seqmix.measure import MIB, PeakMemory, SavedForBackward, parameter_count, s
 
 
 class Memory(L.Callback):
-    """Peaks of the training steps after the warm-up, evaluation left out; measured, not logged live.
+    """Peaks over the training steps after the warm-up, without evaluation. They are in the summary, and not logged live.
 
-    `memory/peak_host_mib`, on a CPU, is of this process and leaves out libraries and mapped files (measure.HostPeak); the text
-    or tokens that the task holds in memory are in it.
+    `memory/peak_host_mib`, on a CPU, is the memory of this process without libraries and mapped files (measure.HostPeak). It
+    includes the text or tokens that the task holds in memory.
 
-    warmup_steps: optimizer steps before the peaks are reset: compiling, autotuning and first allocations can need more
-    than any later step. A run that ends before reports the peak of what it ran.
+    warmup_steps: optimizer steps before the peaks are reset, because compiling, autotuning and first allocations can need more
+    than any later step. A run that ends earlier reports the peak of the steps that it ran.
 
-    `memory/predicted_mib` is what a step must hold where its backward begins: weights, the optimizer's state, and what autograd
-    keeps, counted in the first step (not of compiled or sharded models). The measured peak has the gradients of the head and
-    the scratch memory of kernels beside it.
+    `memory/predicted_mib` is what a step must hold when its backward begins: weights, the optimizer's state, and what autograd
+    saves, counted in the first step (not for compiled or sharded models). The measured peak also contains the gradients of the
+    head and the scratch memory of kernels.
 
     `memory/state_bytes` is the decoding state of one row after a prefill of task.seq_len tokens, in the run's
     precision: constant for a recurrence, grown to that length for a key-value cache.
@@ -84,7 +84,7 @@ class Memory(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._take_peaks(pl_module)
-        self._peak = None  # what comes after training is not on this account
+        self._peak = None  # what follows is not part of training
         tokens = torch.zeros(1, trainer.datamodule.seq_len, dtype=torch.long, device=pl_module.device)  # (1, L)
         model, was_training = pl_module.model, pl_module.model.training
         model.eval()
@@ -106,11 +106,11 @@ class Memory(L.Callback):
             if now is not None:
                 self._peaks[name] = max(now, self._peaks[name] or 0.0)
         captured = pl_module.step.captured_bytes if pl_module.step is not None else 0
-        if captured:  # a replay asks the allocator for nothing
+        if captured:  # a replay allocates nothing, so the allocator's peak lacks it
             self._peaks["allocated"] = max(captured / MIB, self._peaks["allocated"])
 
     def summary(self) -> dict[str, float | int | None]:
-        """MiB and counts. Accelerator peaks are None on a CPU, the host's peak is None on an accelerator."""
+        """MiB and counts. The accelerator's peaks are None on a CPU, and the host's peak is None on an accelerator."""
         return {
             "memory/peak_allocated_mib": self._peaks["allocated"],
             "memory/peak_reserved_mib": self._peaks["reserved"],

@@ -1,8 +1,8 @@
-"""Stop a run whose loss or gradients are no longer finite, and say where that began.
+"""Stops a run whose loss or gradients are no longer finite, and reports which tensor was the first.
 
-The step itself asks, on the device, whether its loss and its gradients are finite, before the optimizer uses them
-(step.py). A bad step leaves weights and optimizer as they were, and once there were `patience` in a row nothing is trained
-any more. So the host may ask late: on a GPU where numbers are logged, before an evaluation, before a checkpoint.
+The step itself checks on the device whether its loss and gradients are finite, before the optimizer uses them (step.py). A
+bad step leaves weights and optimizer unchanged, and after `patience` bad steps in a row no step changes them any more. So the
+host can check later: on a GPU when metrics are logged, before an evaluation, and before a checkpoint.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import lightning as L
 class NonFiniteGuard(L.Callback):
     """Raises NonFiniteError when loss or gradients were not finite for `patience` optimizer steps in a row.
 
-    The weights are then those from before the first of these steps. Under float16 the gradient scaler meets infinite
-    gradients as a matter of course and skips such steps itself: there only the loss is judged.
+    The weights are then those from before the first of these steps. Under float16 infinite gradients are normal, and the
+    gradient scaler skips such steps itself, so only the loss is checked.
     """
 
     def __init__(self, patience: int = 1):

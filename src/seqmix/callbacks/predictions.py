@@ -1,4 +1,4 @@
-"""What the trained model says on a few fixed validation rows, beside what it should have said."""
+"""The predictions of the trained model on a few fixed validation rows, beside their targets."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ IGNORE = -100  # a target that is not scored
 
 
 class Predictions(L.Callback):
-    """After training: prints the rows, writes them to `<dirpath>/predictions.txt`, logs them to wandb as a Table.
+    """After training, prints the rows, writes them to `<dirpath>/predictions.txt`, and logs them to wandb as a Table.
 
-    rows: how many, the first of the validation split. max_chars: of each text shown on the terminal; the file and the
-    table have all of it. generate_tokens: on a task of text (one that knows its tokens' bytes) the model also continues
-    the first half of each row by so many tokens, at `temperature`, from a fixed seed; 0 leaves that out.
+    rows: how many, from the start of the validation split. max_chars: characters per text on the terminal; the file and the
+    table have the whole text. generate_tokens: on a text task (one that knows the bytes of its tokens) the model also
+    continues the first half of each row by this many tokens, at `temperature` and from a fixed seed; 0 generates nothing.
 
-    A prediction is the largest logit at each scored position, and is right where it equals the target. A control character
-    of a text is shown as its escape (`\\x1b`), in the file too; a line feed as ⏎. The table in wandb has the text itself.
+    The prediction at a scored position is the largest logit, and is right if it equals the target. Control characters are
+    shown as escapes (`\\x1b`), in the file too, and a line feed as ⏎. The table in wandb has the unchanged text.
     """
 
     COLUMNS = ("row", "input", "target", "prediction", "right", "scored")

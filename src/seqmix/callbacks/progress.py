@@ -1,4 +1,4 @@
-"""How far training is, how long it still takes, how well it does: a bar in a terminal, elsewhere a line now and then.
+"""Progress, time left and metrics of training: a bar in a terminal, elsewhere a line every `line_seconds`.
 
 training  ━━━━━━━━━━━━━━━━━━━╸━━━━━━━━━━━━━━  1450/2600  0:00:42 < 0:00:33  train/loss 0.412  val/token_accuracy 0.871
 step 1450/2600 (56%), 0:00:33 left, train/loss 0.412, val/token_accuracy 0.871
@@ -22,14 +22,14 @@ from seqmix import display
 
 
 class Progress(ProgressBar):
-    """Counts optimizer steps to max_steps, over epochs; after a resume it begins where the checkpoint stood.
+    """Counts optimizer steps to max_steps, over epochs; after a resume it starts at the checkpoint's step.
 
-    metrics: names, shown with their latest values. refresh_seconds: of the bar; reading a metric waits for the device,
-    so it is done no more often. line_seconds: between plain lines, where the output is no terminal.
+    metrics: names, shown with their latest values. refresh_seconds: between updates of the bar; reading a metric waits for
+    the device, so metrics are read no more often. line_seconds: between plain lines, if the output is not a terminal.
     stream, clock: for tests.
 
-    The time left is that of this process's steps so far, evaluations included, the first step (compiling) left out.
-    A bar or a line that cannot be shown is the last one: training does not stop for it.
+    The time left is extrapolated from the steps of this process, including evaluations but not the first step (compiling).
+    If a bar or a line cannot be shown, the display ends and training continues.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Progress(ProgressBar):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._step = trainer.global_step
         self._total = trainer.estimated_stepping_batches  # of max_steps and the epochs, whichever ends first
-        self._anchor: tuple[int, float] | None = None  # step and time from which speed is judged
+        self._anchor: tuple[int, float] | None = None  # step and time from which speed is measured
         self._shown_at = self.clock()
         if self._enabled:
             self._draw(self._start_bar)
@@ -124,7 +124,7 @@ class Progress(ProgressBar):
         self._stop()
 
     def print(self, *args: object, sep: str = " ", end: str = "\n") -> None:
-        """As the built-in, above the bar if there is one; nothing after a display that has failed."""
+        """As the built-in, above the bar if there is one. Prints nothing after the display has failed."""
         if self._bar is not None:
             self._draw(lambda: self._bar.console.print(sep.join(map(str, args)), end=end))
         elif self._enabled:

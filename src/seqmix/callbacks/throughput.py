@@ -1,8 +1,8 @@
 """Tokens per second and milliseconds per optimizer step, in steady state.
 
-On the clock: fetching a batch, moving it, forward, backward, the optimizer step. Off it: the first steps (compiling,
-autotuning, cold caches), evaluation, checkpoints, logging, the change of an epoch. A window closes at a step that logs;
-the clock stands until the next batch is asked for.
+Timed are: fetching a batch, moving it, forward, backward, and the optimizer step. Not timed are: the first steps (compiling,
+autotuning, cold caches), evaluation, checkpoints, logging, and the change of epochs. A window closes at a step that logs, and
+the clock pauses until the next batch is requested.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from seqmix.measure import Window, WindowTimer, spread, synchronizer
 class Throughput(L.Callback):
     """Logs `speed/{tokens_per_second,step_ms,data_wait_fraction}` of each window, every trainer.log_every_n_steps.
 
-    warmup_steps: optimizer steps before the first window, the very first (`speed/first_step_s`) included.
-    clock: seconds, for tests; it must be that of the loader.
+    warmup_steps: optimizer steps before the first window, including the very first (`speed/first_step_s`).
+    clock: seconds, for tests; it must be the clock of the loader.
 
-    Tokens are all inputs of all ranks, padding too: what the model was made to process. data_wait_fraction is the share of
-    a window in which the host waited for the loader (`asked_at` to `given_at` of seqmix.tasks.base.TrainLoader): for a batch
-    to be read or made on the CPU, or for its making to be queued on the device. Windows are of this process alone: what ran
-    before a resume is not counted.
+    Tokens are all inputs of all ranks, including padding, since the model processes it. data_wait_fraction is the share of
+    a window in which the host waited for the loader (`asked_at` to `given_at` of seqmix.tasks.base.TrainLoader), until a batch
+    was read or made on the CPU, or until its making was queued on the device. Only windows of this process count, not those
+    from before a resume.
     """
 
     def __init__(self, warmup_steps: int = 10, *, clock: Callable[[], float] = time.perf_counter):
@@ -95,7 +95,7 @@ class Throughput(L.Callback):
             self._timer.pause()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        # an unfinished window says little, but more than nothing
+        # a run without a whole window reports its unfinished one
         if self._timer.steps > 0 and not self.windows:
             self.windows.append(self._timer.close())
         self._timer.discard()

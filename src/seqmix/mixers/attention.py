@@ -1,15 +1,15 @@
-"""Causal softmax attention, with the ways of telling it where a token stands.
+"""Causal softmax attention, with several position encodings.
 
     y_t = W_o concat_h Σ_{s<=t} softmax_s(q_t·k_s / √P + b_h(t - s)) v_s     Vaswani et al. 2017, §3.2
     q_t = R(t) W_q x_t,  k_s = R(s) W_k x_s,  v_s = W_v x_s
 
-    rope         R turns pairs of q and k, so that q_t·k_s sees t - s alone       Su et al. 2021, "RoFormer", §3.2
-    none         nothing but causality tells positions apart                     Kazemnejad et al. 2023, "NoPE"
-    alibi        b_h = -m_h (t - s)                                              Press et al. 2022, §3
-    hard_alibi   head h < m sees its last h + 1 tokens, the others see all        Jelassi et al. 2024, §3.1
+    rope         R rotates pairs of q and k, so that q_t·k_s depends on t - s only    Su et al. 2021, "RoFormer", §3.2
+    none         positions differ by causality only                                  Kazemnejad et al. 2023, "NoPE"
+    alibi        b_h = -m_h (t - s)                                                  Press et al. 2022, §3
+    hard_alibi   head h < m sees the last h + 1 tokens, the other heads see all       Jelassi et al. 2024, §3.1
 
-With fewer key heads than query heads, n_heads / n_kv_heads neighbouring query heads read one key head (Ainslie et al.
-2023, "GQA"). The state is the cache of rotated keys and of values: it grows with the sequence, a page at a time.
+With fewer key heads than query heads, n_heads / n_kv_heads neighbouring query heads share one key head (Ainslie et al.
+2023, "GQA"). The state is a cache of rotated keys and of values, which grows with the sequence, one page at a time.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ SCALINGS = ("linear", "ntk")
 
 
 class AttentionState(NamedTuple):
-    """A row's tokens stand in slots 0..length-1; what is behind them is spare, and may hold any finite numbers.
+    """The tokens of a row are in slots 0..length-1; the slots after them are spare and may hold any finite numbers.
 
-    Rows may have different lengths. Right-padded prompts are prefilled as they are and then cut: with
-    `state._replace(length=...)` the pads are spare slots. Rows are reordered, dropped or repeated by indexing each tensor.
+    Rows may have different lengths. Right-padded prompts are prefilled with their padding, which is then cut off by
+    `state._replace(length=...)`: it becomes spare slots. Index each tensor to reorder, drop or repeat rows.
 
-    A step writes into the spare slots of the buffers it was handed, if no other state has used them since: states stay
-    values, and only where a kept state is continued a second time are the buffers copied. Under torch.compile, and while
-    a CUDA graph is captured, nobody can look: there the state handed in is used up, and its capacity must suffice.
+    A step writes into the spare slots of its input's buffers if no other state has used them since. So an old state stays
+    valid, and the buffers are only copied when a second step continues from the same state. Under torch.compile, and while
+    a CUDA graph is captured, this cannot be checked: there the step overwrites its input, whose capacity must suffice.
     """
 
     k: Tensor  # (B, H_kv, C, P), rotated; the capacity C is a whole number of pages
@@ -54,7 +54,7 @@ class AttentionState(NamedTuple):
     length: Tensor  # (B,) int32
 
     def reserve(self, tokens: int) -> AttentionState:
-        """The same state with room for `tokens` more in every row: what a CUDA graph needs, whose buffers cannot grow."""
+        """The same state with room for `tokens` more in every row. A CUDA graph needs it, because its buffers cannot grow."""
         extra = _span(self.length)[1] + tokens - self.k.shape[2]
         if extra <= 0:
             return self
@@ -62,7 +62,7 @@ class AttentionState(NamedTuple):
         return _marked(k, v, self.length.clone(), _span(self.length))
 
     def rows(self, index: Tensor) -> AttentionState:
-        """The rows of `index` (B',), in buffers of their own: a step need not copy them before it writes there."""
+        """The rows `index` (B',), in buffers of their own, so that a step can write there without a copy."""
         k, v, length = (t[index] for t in self)
         return _marked(k, v, length, _span(length))
 
@@ -72,16 +72,16 @@ class Attention(Mixer):
 
     n_heads divides d_model, n_kv_heads (null: n_heads) divides n_heads.
     positions: rope, none, alibi, hard_alibi, as above; the last two leave rope_* unused.
-    rotary_fraction: the part of each head that rotates. rope_base: pair i turns by base^(-2i/R) a position, in float32.
-    rope_scaling, rope_factor: for sequences rope_factor times those of the training: linear divides positions by it (Chen
-    et al. 2023), ntk raises the base so that the slowest pair turns that much slower, the fastest no slower.
-    hard_alibi_heads: m, null: half of the heads.
-    window: tokens a head sees, itself the last; null: all.
-    qk_norm: RMS norm of q and k over a head (Henry et al. 2020).
-    attn_dropout: of attention weights, in training only.
-    attn_impl: which implementation runs over whole sequences (seqmix_kernels/attention); all compute one function. Against
-    a cache it is "math" where that was asked for, else what "auto" takes.
-    cache_page: the cache grows by so many tokens.
+    rotary_fraction: the part of each head that is rotated. rope_base: pair i rotates by base^(-2i/R) per position, in float32.
+    rope_scaling, rope_factor: for sequences rope_factor times as long as in training: linear divides positions by it (Chen
+    et al. 2023); ntk raises the base so that the slowest pair rotates that much slower, and the fastest as before.
+    hard_alibi_heads: m; null takes half of the heads.
+    window: number of tokens that a head sees, up to and including the current one; null for all.
+    qk_norm: RMS norm of q and k over each head (Henry et al. 2020).
+    attn_dropout: on attention weights, in training only.
+    attn_impl: implementation for whole sequences (seqmix_kernels/attention); all compute the same function. With a cache
+    "math" is used if it was chosen, else what "auto" chooses.
+    cache_page: number of tokens by which the cache grows.
     """
 
     def __init__(
@@ -134,9 +134,9 @@ class Attention(Mixer):
         self.rotary_dim = round(rotary_fraction * self.head_dim) if positions == "rope" else 0
         if self.rotary_dim % 2:
             raise ValueError(
-                f"rotary positions turn pairs, so their width must be even: d_model={d_model}, n_heads={n_heads} and "
+                f"rotary positions rotate pairs, so their width must be even: d_model={d_model}, n_heads={n_heads} and "
                 f"rotary_fraction={rotary_fraction} give {self.rotary_dim} of a head of {self.head_dim}; "
-                f"rotary_fraction={(self.rotary_dim - 1) / self.head_dim:.3g} would do"
+                f"rotary_fraction={(self.rotary_dim - 1) / self.head_dim:.3g} would work"
             )
         self.rope_base, self.rope_shrink = rope_base, rope_factor
         if rope_scaling == "ntk":
@@ -158,7 +158,8 @@ class Attention(Mixer):
         self.k_norm = nn.RMSNorm(self.head_dim, eps=1e-5) if qk_norm else None
 
     def forward(self, x: Tensor, seq_idx: Tensor | None = None) -> Tensor:
-        """x (B, L, D) -> y (B, L, D). seq_idx (B, L) integers: documents packed in a row, none of which sees another."""
+        """x (B, L, D) -> y (B, L, D). seq_idx (B, L) integers: number of the document of each token, if a row packs several
+        documents, which do not see each other."""
         q, k, v = self._project(x, torch.arange(x.shape[1], device=x.device))
         return self._out(self._attend(q, k, v, seq_idx=seq_idx))
 
@@ -190,7 +191,7 @@ class Attention(Mixer):
         return self._out(self._attend(q, k, v, lengths=None if one_corner else after.length)), after
 
     def step(self, x_t: Tensor, state: AttentionState) -> tuple[Tensor, AttentionState]:
-        """One token: the same mathematics by the operator for it, which has no gradients."""
+        """One token, by the decoding operator, which computes the same function and has no gradient."""
         if torch.is_grad_enabled() or (self.training and self.attn_dropout) or self.attn_impl == "math":
             return super().step(x_t, state)
         qk, v = self._product(x_t)
@@ -225,13 +226,13 @@ class Attention(Mixer):
         return q.to(v.dtype), k.to(v.dtype), v
 
     def _product(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x (..., D) -> q and k (..., H + H_kv, P), neither normed nor rotated, and v (..., H_kv, P): views of one product."""
+        """x (..., D) -> q and k (..., H + H_kv, P), not yet normed or rotated, and v (..., H_kv, P): views of one product."""
         heads = self.n_heads + self.n_kv_heads, self.n_kv_heads
         return self.qkv_proj(x).unflatten(-1, (sum(heads), self.head_dim)).split(heads, dim=-2)
 
     def _normed(self, qk: Tensor) -> tuple[Tensor, Tensor]:
-        """qk (..., H + H_kv, P) -> q and k, each over its norm: in the dtype of the weight, since under autocast they come in
-        16 bits, and torch's fused norm takes no two dtypes."""
+        """qk (..., H + H_kv, P) -> q and k, normed if qk_norm. They are cast to the dtype of the norm's weight first, since
+        under autocast they have 16 bits, and torch's fused norm does not take two dtypes."""
         q, k = qk.split((self.n_heads, self.n_kv_heads), dim=-2)
         if self.q_norm is None:
             return q, k
@@ -239,7 +240,7 @@ class Attention(Mixer):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, seq_idx: Tensor | None = None, lengths: Tensor | None = None) -> Tensor:
         dropout = self.attn_dropout if self.training else 0.0
-        # what was asked for is for whole sequences: few implementations can read a cache
+        # attn_impl is for whole sequences, because few implementations can read a cache
         whole = lengths is None and q.shape[1] == k.shape[1]
         impl = self.attn_impl if whole or self.attn_impl == "math" else "auto"
         return attention(q, k, v, self.windows, self.slopes, seq_idx, lengths, dropout, impl)
@@ -249,12 +250,12 @@ class Attention(Mixer):
 
 
 # ---- the cache ------------------------------------------------------------------------------------------------------
-# Two facts are kept on the tensors, as attributes, so that a step need not ask the device: `length.span`, the least and most
-# of its entries, with the version of the tensor that they are of; and a ticket, on `length` and on its buffer `k`: where they
-# are equal no other state has written there since. A tensor that somebody else made (a row of a batch, a copy, a cut length)
-# has neither, and one that was changed in place has another version: it is read, or copied.
+# Two attributes on the tensors save each step a wait for the device. `length.span` holds the minimum and maximum of `length`
+# and the version of the tensor that they belong to. `length` and the buffer `k` each have a ticket: if both are equal, no other
+# state has written to the buffers since. A tensor made elsewhere (a row of a batch, a copy, a cut length) has neither, and one
+# that was changed in place has another version: then `length` is read from the device, or the buffers are copied.
 
-_tickets = itertools.count(time.time_ns())  # a state is saved with its ticket: no later process may give it out again
+_tickets = itertools.count(time.time_ns())  # a state is saved with its ticket, so a later process must not reuse the number
 
 
 def _marked(k: Tensor, v: Tensor, length: Tensor, span: tuple[int, int]) -> AttentionState:
@@ -272,21 +273,22 @@ def _span(length: Tensor) -> tuple[int, int]:
 
 
 def _version(length: Tensor) -> int | None:
-    """Changes with every change in place; None in inference mode, where torch does not count them."""
+    """Increases with every in-place change; None in inference mode, where torch does not count them."""
     return None if length.is_inference() else length._version
 
 
 def _blind(x: Tensor) -> bool:
-    """Whether this Python will not run again: lengths are on the device, and nothing may be asked, grown or copied."""
+    """Whether this call is traced or captured, so that its Python code does not run again. The lengths are then unknown to the
+    host, which must not wait for the device, and the buffers must not grow or be copied."""
     return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _with_room(state: AttentionState, L: int, dtype: torch.dtype, page: int, keep_graph: bool) -> AttentionState:
-    """The state with room for L tokens more, in buffers that nobody else can see and no graph of autograd needs."""
+    """The state with room for L more tokens, in buffers that no other state uses and that autograd has not saved."""
     last, room = _span(state.length)[1], state.k.shape[2]
     mine = getattr(state.k, "ticket", -1) == getattr(state.length, "ticket", -2)
-    mine = mine and (torch.is_inference_mode_enabled() or not state.k.is_inference())  # else torch lets nobody write there
-    dtype = dtype if last == 0 else state.k.dtype  # what comes first decides
+    mine = mine and (torch.is_inference_mode_enabled() or not state.k.is_inference())  # else torch forbids writes to them
+    dtype = dtype if last == 0 else state.k.dtype  # the first tokens decide
     if mine and last + L <= room and state.k.dtype == dtype and not keep_graph and not state.k.requires_grad:
         return state
     extra = max(0, -(-(last + L) // page) * page - room) if last + L > room else 0
@@ -295,10 +297,10 @@ def _with_room(state: AttentionState, L: int, dtype: torch.dtype, page: int, kee
 
 
 def _write(state: AttentionState, k: Tensor, v: Tensor, span: tuple[int, int] | None) -> AttentionState:
-    """The state after k and v (B, L, H_kv, P), which there is room for; span: what is known of its lengths, or None.
+    """The state after k and v (B, L, H_kv, P), for which it must have room. span: minimum and maximum of its lengths, or None.
 
-    In place; differentiable where they are, since the buffers were then made for it. Past the capacity it is an error, on a
-    GPU an assertion there.
+    Written in place; differentiable if k and v are, since the buffers were then made for this call. Writing past the capacity
+    is an error, and on a GPU a device-side assertion.
     """
     L = k.shape[1]
     for buffer, new in ((state.k, k), (state.v, v)):
@@ -315,7 +317,7 @@ def _advanced(state: AttentionState, length: Tensor, L: int, span: tuple[int, in
     if span is not None:
         return _marked(state.k, state.v, length, (span[0] + L, span[1] + L))
     if not torch.compiler.is_compiling() and hasattr(state.length, "span"):
-        del state.length.span  # replays of the graph move it on unseen
+        del state.length.span  # replays of the graph change `length` without Python
     return AttentionState(state.k, state.v, length)
 
 

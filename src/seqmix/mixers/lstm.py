@@ -3,7 +3,7 @@
     i, f, o = σ(W x_t + U h_{t-1} + b)      g = tanh(W_g x_t + U_g h_{t-1} + b_g)
     c_t = f ∘ c_{t-1} + i ∘ g               h_t = o ∘ tanh(c_t)               y_t = W_o h_t
 
-The recurrence is nn.LSTM's; here are its start, its state with the batch first, and the way back to d_model.
+nn.LSTM computes the recurrence. This file adds the initialisation, a state with the batch first, and the projection W_o.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class LSTMState(NamedTuple):
 
 
 class LSTM(Mixer):
-    """One LSTM layer of hidden width expand · d_model, and a projection back.
+    """One LSTM layer of hidden width expand · d_model, and a projection to d_model.
 
     Weights start at U(±1/√hidden). The forget gate's bias starts at `forget_bias`: at 1 the cell remembers until it has
     learned to forget (Jozefowicz, Zaremba & Sutskever 2015, §2.2).
@@ -37,7 +37,7 @@ class LSTM(Mixer):
         self.lstm = nn.LSTM(d_model, hidden, batch_first=True)
         with torch.no_grad():
             self.lstm.bias_ih_l0[hidden : 2 * hidden] = forget_bias  # torch's order is i, f, g, o
-            self.lstm.bias_hh_l0.zero_()  # the same bias a second time
+            self.lstm.bias_hh_l0.zero_()  # torch adds this second bias to the first
         self.out_proj = nn.Linear(hidden, d_model, bias=False)
         nn.init.normal_(self.out_proj.weight, std=hidden**-0.5)
 

@@ -2,14 +2,14 @@
 
     x, z    = W_in u_t                         two streams of E = expand · d_model channels
     x       = silu(conv(x))                    causal, depthwise, W taps
-    δ, B, C = W_x x                            R, N and N numbers a token
-    Δ       = softplus(W_Δ δ + b_Δ)            a step size a channel: large takes the token in, small keeps the state
-    h_t     = exp(Δ_t A) h_{t-1} + B̄_t x_t     N states a channel; B̄ = Δ B (euler) or (exp(ΔA) - 1)/A · B (zoh)
+    δ, B, C = W_x x                            R, N and N numbers per token
+    Δ       = softplus(W_Δ δ + b_Δ)            one step size per channel: large reads the token, small keeps the state
+    h_t     = exp(Δ_t A) h_{t-1} + B̄_t x_t     N states per channel; B̄ = Δ B (euler) or (exp(ΔA) - 1)/A · B (zoh)
     y_t     = W_out ((C_t·h_t + D x_t) ∘ silu(z_t))
 
 Gu & Dao 2023, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces": the block is figure 3, the recurrence
-algorithm 2 (S6), the initialisation §3.6. The scan, the convolution, the node that holds a whole block and the fused step
-of decoding come from `seqmix_kernels`.
+algorithm 2 (S6), the initialisation §3.6. The scan, the convolution, the whole block as one autograd node, and the fused
+decoding step come from `seqmix_kernels`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DISCRETIZATIONS = ("euler", "zoh")
 
 
 class MambaState(NamedTuple):
-    conv: Tensor  # (B, W-1, E) the last inputs of the convolution, oldest first; a step and a prefill keep its dtype
+    conv: Tensor  # (B, W-1, E) the last inputs of the convolution, oldest first; step and prefill keep its dtype
     ssm: Tensor  # (B, E, N) float32, or float64
 
 
@@ -40,14 +40,14 @@ class Mamba(Mixer):
     """The whole Mamba block.
 
     d_state: N. d_conv: W. expand: E / d_model. dt_rank: R (null: d_model/16, rounded up). discretization: of B̄, euler
-    or zoh. scan: which implementation of the scan runs (seqmix_kernels/selective_scan); all compute one function.
-    checkpoint_level: what training keeps for the backward, 0 all, 1 not the convolution's output nor Δ, 2 the input alone
-    (seqmix_kernels/mamba_inner); the gradients are the same. decode: the implementation of a step
+    or zoh. scan: implementation of the scan (seqmix_kernels/selective_scan); all compute the same function.
+    checkpoint_level: what training saves for the backward: 0 everything, 1 all but the convolution's output and Δ, 2 only the
+    input (seqmix_kernels/mamba_inner); the gradients are the same. decode: implementation of a decoding step
     (seqmix_kernels/mamba_step).
 
-    A projection that is no plain nn.Linear any more (an adapter, a quantised layer), or has hooks, is called as a module.
+    If a projection was replaced (by an adapter or a quantised layer) or has hooks, it is called as a module.
 
-    At the start A = -(1..N) in every channel, D = 1, and softplus(b_Δ) is log-uniform in [dt_min, dt_max].
+    Initially A = -(1..N) in every channel, D = 1, and softplus(b_Δ) is log-uniform in [dt_min, dt_max].
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Mamba(Mixer):
         self.discretization, self.scan, self.checkpoint_level, self.decode = discretization, scan, checkpoint_level, decode
 
         self.in_proj = nn.Linear(d_model, 2 * d_inner, bias=bias)
-        self.conv = nn.Conv1d(d_inner, d_inner, d_conv, groups=d_inner, bias=conv_bias)  # weights only
+        self.conv = nn.Conv1d(d_inner, d_inner, d_conv, groups=d_inner, bias=conv_bias)  # holds the weights, is not called
         self.x_proj = nn.Linear(d_inner, dt_rank + 2 * d_state, bias=False)
         self.dt_proj = nn.Linear(dt_rank, d_inner, bias=False)  # its bias is dt_bias, added inside the scan in float32
         nn.init.uniform_(self.dt_proj.weight, -(dt_rank**-0.5), dt_rank**-0.5)
@@ -123,18 +123,18 @@ class Mamba(Mixer):
             u_t, self.in_proj.weight, self.conv.weight[:, 0], self.x_proj.weight, self.dt_proj.weight, self.dt_bias,
             self.A_log, self.D, self.out_proj.weight, *state, self.in_proj.bias, self.conv.bias, self.out_proj.bias,
             self.discretization, self.decode,
-            # while a CUDA graph is captured the state handed in is used up: a graph has it at one address, and nobody looks
+            # during capture, update the state in place: replays need fixed addresses
             in_place=u_t.is_cuda and torch.cuda.is_current_stream_capturing(),
         )  # fmt: skip
         return y, MambaState(*state)
 
     def kernels_used(self, u: Tensor) -> dict[str, str]:
-        # of the convolution the number of taps is read; decoding has no gradient
+        # only the number of taps of `conv` is read; decoding has no gradient
         conv, needs_grad = torch.empty(self.d_inner, self.d_conv, device="meta"), False
         used = which_impls(u, conv, self.scan)
         used["mamba_step"] = named(self.decode, which_impl, why_not, u[:, 0], conv, needs_grad)
         if not self._plain():
-            used |= dict.fromkeys(("mamba_inner", "mamba_step"), "not used (a projection is no plain nn.Linear)")
+            used |= dict.fromkeys(("mamba_inner", "mamba_step"), "not used (a projection is not a plain nn.Linear)")
         return used
 
     def _run(self, u: Tensor, conv_state: Tensor | None, ssm_state: Tensor | None) -> tuple[Tensor, MambaState]:
@@ -153,7 +153,7 @@ class Mamba(Mixer):
         return all(map(is_plain, (self.in_proj, self.x_proj, self.dt_proj, self.out_proj)))
 
     def _compose(self, u: Tensor, conv_state: Tensor | None, ssm_state: Tensor | None) -> tuple[Tensor, MambaState]:
-        """What `mamba_inner` computes, each projection called as a module."""
+        """Computes the same as `mamba_inner`, but calls each projection as a module."""
         x, z = self.in_proj(u).chunk(2, dim=-1)  # (B, L, E) each
         x, conv_state = causal_conv1d(x, self.conv.weight[:, 0], self.conv.bias, "silu", conv_state)
         dt, B, C = self.x_proj(x).split((self.dt_rank, self.d_state, self.d_state), dim=-1)

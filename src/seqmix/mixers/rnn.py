@@ -2,7 +2,7 @@
 
     h_t = tanh(W x_t + U h_{t-1} + b)      y_t = W_o h_t
 
-The recurrence is nn.RNN's; here are its start, its state with the batch first, and the way back to d_model.
+nn.RNN computes the recurrence. This file adds the initialisation, a state with the batch first, and the projection W_o.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class RNNState(NamedTuple):
 
 
 class RNN(Mixer):
-    """One tanh layer of hidden width expand · d_model, and a projection back.
+    """One tanh layer of hidden width expand · d_model, and a projection to d_model.
 
-    U starts as a random orthogonal matrix: at the start, a small state is carried on without loss or growth (Saxe,
-    McClelland & Ganguli 2014; Henaff, Szlam & LeCun 2016). W starts at U(±1/√hidden), b at 0.
+    U starts as a random orthogonal matrix, so that a small state initially neither decays nor grows (Saxe, McClelland &
+    Ganguli 2014; Henaff, Szlam & LeCun 2016). W starts at U(±1/√hidden), b at 0.
     """
 
     def __init__(self, d_model: int, expand: float = 1.0):

@@ -1,15 +1,15 @@
-"""S4: a linear time-invariant state space whose state matrix is diagonal minus rank one, started at HiPPO-LegS.
+"""S4: a linear time-invariant state space whose state matrix is diagonal minus rank one, initialised with HiPPO-LegS.
 
     x'(τ) = A x(τ) + B u(τ),   y(τ) = 2 Re C x(τ) + D u(τ)      A = Λ - P P*, M modes, one of each conjugate pair
     x_t = Ā x_{t-1} + B̄ u_t,   Ā = (I - ΔA/2)⁻¹ (I + ΔA/2),  B̄ = (I - ΔA/2)⁻¹ Δ B        bilinear, with step Δ
     y = K * u + D u,           K_l = 2 Re C Ā^l B̄                a causal convolution, by FFT
 
 Gu, Goel & Ré 2022, "Efficiently Modeling Long Sequences with Structured State Spaces" (S4), §3; P = Q, which keeps A
-stable, from Goel, Gu, Donahue & Ré 2022, "It's Raw! Audio Generation with State-Space Models", §4.1. The layer around it is
-that of s4d.py, the kernel that of `seqmix_kernels.s4_kernel`.
+stable, from Goel, Gu, Donahue & Ré 2022, "It's Raw! Audio Generation with State-Space Models", §4.1. The layer around it
+comes from s4d.py, the kernel from `seqmix_kernels.s4_kernel`.
 
-C is learned, not C̃ = C (I - Ā^L): nothing then depends on a length, and no view of the layer is derived from another
-one's weights. C̃ is made for each length asked for.
+C is learned, not C̃ = C (I - Ā^L). So no parameter depends on a length, and convolution and recurrence share their parameters.
+C̃ is computed for each length that is needed.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from seqmix_kernels.s4_kernel import dense, dplr_layer_kernel, dplr_modes, real,
 
 
 class S4(StateSpace):
-    """S4 layer with d_state numbers of state a channel, in d_state/2 conjugate pairs.
+    """S4 layer with d_state state numbers per channel, in d_state/2 conjugate pairs.
 
-    n_ssm: how many (A, B) there are, channel d has number d mod n_ssm; null: one a channel. impl: which implementation
-    of kernel and convolution runs (seqmix_kernels/s4_kernel, fft_conv); all compute one function. decode: that of a
-    step (seqmix_kernels/s4_step). Δ starts log-uniform in [dt_min, dt_max]. max_lr: the most that A, B and Δ are
-    trained with, undecayed; C has the model's own rate.
+    n_ssm: number of different (A, B); channel d uses number d mod n_ssm; null for one per channel. impl: implementation of
+    kernel and convolution (seqmix_kernels/s4_kernel, fft_conv); all compute the same function. decode: implementation of a
+    decoding step (seqmix_kernels/s4_step). Δ starts log-uniform in [dt_min, dt_max]. max_lr: largest learning rate of A, B
+    and Δ, which are not decayed; C has the model's own rate.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class S4(StateSpace):
             raise ValueError(f"d_state must be positive and even, for conjugate pairs, got {d_state}")
         super().__init__(d_model, d_state, n_ssm, impl, decode, dt_min, dt_max, max_lr)
         A, P, B = hippo_legs(d_state)
-        self.A_log_decay = self._spectrum(np.log(-A.real), max_lr)  # Re Λ = -exp(.): with -P P* A is stable, always
+        self.A_log_decay = self._spectrum(np.log(-A.real), max_lr)  # Re Λ = -exp(.): with -P P* A is always stable
         self.A_imag = self._spectrum(A.imag, max_lr)
         self.P = self._spectrum(np.stack((P.real, P.imag), -1), max_lr)
         self.B = self._spectrum(np.stack((B.real, B.imag), -1), max_lr)
@@ -64,9 +64,9 @@ class S4(StateSpace):
         return self.log_dt, self.A_log_decay, self.A_imag, self.C, self.D, self.P, self.B, "bilinear"
 
     def carry(self, u: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Piece by piece: a convolution within each, and dense matrices that carry the state from one to the next.
+        """In pieces: a convolution within each, and dense matrices that carry the state from one piece to the next.
 
-        Pieces are powers of two near √L, the remainder in smaller ones, so that all their matrices come by doubling.
+        The lengths of pieces are powers of two, near √L and smaller for the remainder, so that doubling makes all matrices.
         """
         length, start = u.shape[1], 0
         top = min(length.bit_length() - 1, max(6, math.isqrt(length - 1).bit_length()))
@@ -83,7 +83,7 @@ class S4(StateSpace):
         return torch.cat(ys, 1), x.contiguous()
 
     def modes(self) -> tuple[Tensor, Tensor, Tensor]:
-        """ΔΛ, √Δ P and Δ B, pairs (D, M, 2), float64."""
+        """ΔΛ, √Δ P and Δ B as (real, imaginary) pairs (D, M, 2), float64."""
         self.check_dt()
         return dplr_modes(*self._parameters_of_modes())
 
@@ -91,9 +91,10 @@ class S4(StateSpace):
         return self.log_dt, self.A_log_decay, self.A_imag, self.P, self.B
 
     def _maps(self, levels: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """For pieces of q = 1, 2, 4, .. 2^levels: Ā^q, what q inputs add to the state, the q outputs a state gives, K_q.
+        """For pieces of q = 1, 2, 4, .. 2^levels steps: Ā^q, the map from q inputs to the state, the map from a state to q
+        outputs, and the first q taps of K.
 
-        (D, N, N), (D, N, q), (D, q, N) and (D, q). Made in float64: Ā^q is applied once a piece.
+        (D, N, N), (D, N, q), (D, q, N) and (D, q). Computed in float64, because Ā^q is applied once per piece.
         """
         X, b = dense(*self.modes())
         c = row(self.C.double())[:, None]  # (D, 1, N)

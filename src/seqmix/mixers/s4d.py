@@ -1,12 +1,12 @@
 """S4D: a linear time-invariant state space with a diagonal, complex state matrix; and what S4 (s4.py) shares with it.
 
-    x'(τ) = A x(τ) + B u(τ),   y(τ) = 2 Re C x(τ) + D u(τ)      M complex modes a channel, one of each conjugate pair
+    x'(τ) = A x(τ) + B u(τ),   y(τ) = 2 Re C x(τ) + D u(τ)      M complex modes per channel, one of each conjugate pair
     x_t = Ā x_{t-1} + B̄ u_t,   y_t = 2 Re C x_t + D u_t         sampled with step Δ
     y = K * u + D u,           K_l = 2 Re Σ_n C_n Ā_n^l B̄_n     a causal convolution, by FFT
 
 Gu, Gupta, Goel & Ré 2022, "On the Parameterization and Initialization of Diagonal State Space Models": sampling and
-kernel in §3, spectra in §4. B is 1: K sees C B̄ alone. Around it S4's layer: GELU, then a gated linear unit. Kernel,
-convolution and the step of decoding come from `seqmix_kernels`.
+kernel in §3, spectra in §4. B is 1, since K depends on C B̄ only. The layer around it is S4's: GELU, then a gated linear unit.
+Kernel, convolution and the decoding step come from `seqmix_kernels`.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class StateSpaceState(NamedTuple):
 
 
 class StateSpace(Mixer):
-    """What S4 and S4D have in common: Δ, the skip D, the convolution with a kernel K, and the output's gate.
+    """The common parts of S4 and S4D: Δ, the skip D, the convolution with a kernel K, and the gate of the output.
 
-    A subclass makes K in `kernel`, and has the recurrent view in `recurrence` and `carry`. Complex parameters
-    are pairs of real ones, (..., 2), so that no cast drops their imaginary part. All that becomes a power is computed
-    in float64, anew at each call: an optimiser step would leave a kept copy stale.
+    A subclass computes K in `kernel`, and the recurrent view in `recurrence` and `carry`. Complex parameters are pairs of
+    real ones, (..., 2), so that no cast drops their imaginary part. Whatever is raised to a power is computed in float64, at
+    each call, because an optimizer step would make a stored copy stale.
     """
 
     def __init__(
@@ -84,15 +84,15 @@ class StateSpace(Mixer):
         raise NotImplementedError
 
     def recurrence(self) -> tuple:
-        """What `s4_step` takes after the token and the state."""
+        """The arguments of `s4_step` after the token and the state."""
         raise NotImplementedError
 
     def carry(self, u: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """A piece of a sequence: u (B, L, D) with L >= 1, the state before -> y without the skip (B, L, D), the state after."""
+        """u (B, L, D) with L >= 1, the state before it -> y (B, L, D) without the skip, the state after it."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        K = self.kernel(max(1, x.shape[1]))  # (D, L); of an empty sequence its parameters have gradients too, of zeros
+        K = self.kernel(max(1, x.shape[1]))  # (D, L); one tap if L = 0, for gradients of zeros
         return self._project(fft_conv(x, K, self.D, "gelu", impl=self.impl))
 
     def init_state(self, batch: int) -> StateSpaceState:
@@ -100,7 +100,7 @@ class StateSpace(Mixer):
 
     def step(self, x_t: Tensor, state: StateSpaceState) -> tuple[Tensor, StateSpaceState]:
         self.check_dt()
-        # while a CUDA graph is captured the state handed in is used up: a graph has it at one address, and nobody looks
+        # during capture, update the state in place: replays need fixed addresses
         in_place = x_t.is_cuda and torch.cuda.is_current_stream_capturing()
         y, x = s4_step(x_t, state.x, *self.recurrence(), "gelu", self.decode, in_place)
         gate, out = self.gate_proj, self.out_proj
@@ -134,7 +134,8 @@ class StateSpace(Mixer):
         return self.log_dt.double().exp()
 
     def check_dt(self) -> None:
-        """ValueError where Δ is not finite. On the CPU: a GPU would have to be waited for, the guard on the loss finds it."""
+        """ValueError if Δ is not finite. Only checked on the CPU: on a GPU the host would have to wait, and NonFiniteGuard
+        finds it."""
         if self.log_dt.device.type != "cpu" or torch.compiler.is_compiling() or isinstance(self.log_dt, FakeTensor):
             return
         good = self.log_dt.exp().isfinite()
@@ -143,7 +144,7 @@ class StateSpace(Mixer):
             raise ValueError(f"Δ = exp(log_dt) is not finite in channels {bad}: log_dt = {self.log_dt[bad].tolist()}")
 
     def _spectrum(self, values: np.ndarray, max_lr: float) -> nn.Parameter:
-        """A parameter that each of the n_ssm sets starts with a copy of."""
+        """A parameter with one copy of `values` for each of the n_ssm state spaces."""
         values = torch.tensor(values.tolist(), dtype=torch.float32)
         return no_weight_decay(nn.Parameter(values.expand(self.n_ssm, *values.shape).clone()), max_lr=max_lr)
 
@@ -152,13 +153,13 @@ class StateSpace(Mixer):
 
 
 class S4D(StateSpace):
-    """Diagonal state space layer with d_state numbers of state a channel: d_state/2 complex modes, or d_state real.
+    """Diagonal state space layer with d_state state numbers per channel: d_state/2 complex modes, or d_state real ones.
 
-    init: the spectrum of A, lin | inv | legs | real (§4 of the paper). discretization: zoh | bilinear. n_ssm: how many
-    spectra there are, channel d has number d mod n_ssm; null: one a channel. impl: which implementation of kernel and
-    convolution runs (seqmix_kernels/s4_kernel, fft_conv); all compute one function. decode: that of a step
-    (seqmix_kernels/s4_step). Δ starts log-uniform in [dt_min, dt_max]. max_lr: the most that A and Δ are trained with,
-    undecayed.
+    init: the spectrum of A, lin | inv | legs | real (§4 of the paper). discretization: zoh | bilinear. n_ssm: number of
+    spectra; channel d uses number d mod n_ssm; null for one per channel. impl: implementation of kernel and convolution
+    (seqmix_kernels/s4_kernel, fft_conv); all compute the same function. decode: implementation of a decoding step
+    (seqmix_kernels/s4_step). Δ starts log-uniform in [dt_min, dt_max]. max_lr: largest learning rate of A and Δ, which are
+    not decayed.
     """
 
     def __init__(
@@ -185,7 +186,7 @@ class S4D(StateSpace):
         self.discretization, self.is_real = discretization, init == "real"
         A = spectrum(init, d_state)  # (M,)
         M, parts = len(A), 1 if self.is_real else 2
-        self.A_log_decay = self._spectrum(np.log(-A.real), max_lr)  # Re A = -exp(.): negative whatever is learned
+        self.A_log_decay = self._spectrum(np.log(-A.real), max_lr)  # Re A = -exp(.), which is always negative
         self.A_imag = None if self.is_real else self._spectrum(A.imag, max_lr)
         self.C = nn.Parameter(torch.randn(d_model, M, parts, dtype=torch.float32) * parts**-0.5)
 
@@ -207,13 +208,13 @@ class S4D(StateSpace):
         return y, after[..., : self.C.shape[-1]].contiguous()
 
     def discretize(self) -> tuple[Tensor, Tensor]:
-        """log Ā and B̄, pairs (D, M, 2), float64."""
+        """log Ā and B̄ as (real, imaginary) pairs (D, M, 2), float64."""
         decay = -self.A_log_decay.double().exp()
         A = torch.stack((decay, torch.zeros_like(decay) if self.is_real else self.A_imag.double()), -1)
         return discretize(self.dt(), A, self.discretization)
 
     def _read(self, x: Tensor) -> Tensor:
-        """C x of each mode, twice where it stands for a pair: (..., D, M, 2), in C's dtype."""
+        """C x of each mode, doubled if the mode stands for a conjugate pair: (..., D, M, 2), in C's dtype."""
         return ((1 if self.is_real else 2) * times(self._pairs(self.C).to(x.dtype), x)).to(self.C.dtype)
 
     def _pairs(self, x: Tensor) -> Tensor:
@@ -224,7 +225,7 @@ def spectrum(init: str, d_state: int) -> np.ndarray:
     """A's eigenvalues, complex128: (d_state/2,), one of each conjugate pair; (d_state,) and real for `real`.
 
     lin   -½ + iπn                          inv    -½ + i N/π (N/(2n+1) - 1)
-    legs  HiPPO-LegS less its rank one      real   -(n+1)
+    legs  Λ of HiPPO-LegS (`hippo_legs`)    real   -(n+1)
     """
     N = d_state
     n = np.arange(N // 2)
@@ -257,7 +258,7 @@ def decayed_sum(u: Tensor, log_a: Tensor) -> Tensor:
     L = u.shape[-1]
     Q = max(1, math.isqrt(L))
     rows = -(-L // Q)
-    u = F.pad(u, (rows * Q - L, 0)).unflatten(-1, (rows, Q))  # (B, D, rows, Q); zeros in front change nothing
+    u = F.pad(u, (rows * Q - L, 0)).unflatten(-1, (rows, Q))  # (B, D, rows, Q); leading zeros have no effect
     last = torch.arange(Q - 1, -1, -1, device=u.device, dtype=log_a.dtype)
     inner = power(log_a, last[:, None, None, None]).to(u.dtype).permute(1, 0, 2, 3)  # (D, Q, M, 2)
     inner = (u @ inner.flatten(-2)).unflatten(-1, (-1, 2))  # (B, D, rows, M, 2)

@@ -1,4 +1,4 @@
-"""python -m seqmix.report outputs/sweeps/NAME: tables and one page from run folders; with --wandb, the same in wandb.
+"""python -m seqmix.report outputs/sweeps/NAME: tables and one page from run folders, and with --wandb also in wandb.
 
 python -m seqmix.report outputs/sweeps/NAME                     writes outputs/sweeps/NAME/report/
 python -m seqmix.report outputs/runs outputs/sweeps/A --out out
@@ -22,13 +22,13 @@ from seqmix.report.tables import cells_csv, headline, markdown, runs_csv
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Write index.html, report.md, cells.csv and runs.csv; exits with code 2 and one line for what cannot be."""
+    """Write index.html, report.md, cells.csv and runs.csv. Exits with code 2 and a one-line error if the input is wrong."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser("python -m seqmix.report", description="Compare runs, from their folders alone.")
-    parser.add_argument("folders", nargs="+", type=Path, help="run folders, sweeps, or folders that hold some")
+    parser = argparse.ArgumentParser("python -m seqmix.report", description="Compare runs, reading only their folders.")
+    parser.add_argument("folders", nargs="+", type=Path, help="run folders, sweeps, or folders that contain these")
     parser.add_argument("--out", type=Path, help="folder to write to; default: report/ in the first of FOLDERS")
-    parser.add_argument("--title", help="default: the names of FOLDERS")
-    averaged = f"of {', '.join(AVERAGED)}: put runs that differ in it in one cell, and mark the cell"
+    parser.add_argument("--title", help="title of the report; default: the names of FOLDERS")
+    averaged = f"one of {', '.join(AVERAGED)}: average over runs that differ in it, and mark their cells"
     parser.add_argument("--average-over", action="append", default=[], choices=AVERAGED, metavar="WHAT", help=averaged)
     wandb = "also log a summary run, and save a wandb Report and Workspace"
     parser.add_argument("--wandb", metavar="ENTITY/PROJECT", help=wandb)

@@ -1,11 +1,11 @@
 """The report in wandb: a run with its tables and lines, a Report, and a saved Workspace. Needs the extra `report`.
 
-wandb-workspaces builds its objects without a network and checks them (pydantic); `save` is what needs a key. Traps it has
-(0.4.13): a Runset with a project asks the server for it at once, one without takes the report's; `_to_model` is private,
-and the only way to the JSON.
+wandb-workspaces builds and checks its objects (pydantic) without a network; only `save` needs a key. Pitfalls of version
+0.4.13: a Runset with a project asks the server for it at once, so it is left out, and the report's project is used;
+`_to_model` is private, but nothing else returns the JSON.
 
-    runs of training     x: task.seq_len, y: what their summary holds         one dot a run
-    the summary run      x: seq_len, y: <task>/<metric>/<model>               one line a model, medians over seeds
+    training runs        x: task.seq_len, y: values of their summaries        one dot per run
+    the summary run      x: seq_len, y: <task>/<metric>/<model>               one line per model, medians over seeds
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
     import wandb_workspaces.workspaces as ws
 
 STEP = "trainer/global_step"  # the x-axis of what training logs
-MODEL = "model._target_"  # in the config of a run: what `model=` has chosen
-JOB_TYPE = "report"  # tells the summary run from those it sums up
+MODEL = "model._target_"  # the key of a run's config that `model=` sets
+JOB_TYPE = "report"  # distinguishes the summary run from training runs
 ALL_BUT_SUMMARY = f'Metric("JobType") != "{JOB_TYPE}"'
-REFUSED = (ValueError, OSError, wandb.Error)  # what the network, the server or a missing package answer
+REFUSED = (ValueError, OSError, wandb.Error)  # errors of the network, the server, or a missing package
 ONLY_SUMMARY = f'Metric("JobType") == "{JOB_TYPE}"'
 
 
 def publish(report: Report, place: str, folder: Path) -> list[str]:
-    """Log the summary run and save Report and Workspace to `place`, ENTITY/PROJECT; returns what to tell.
+    """Log the summary run and save Report and Workspace to `place`, ENTITY/PROJECT; returns lines to print.
 
-    Without a key nothing leaves the machine: the run is offline in `folder`/wandb, for `wandb sync`, the other two are
-    JSON in `folder`. One of REFUSED for a place that is no ENTITY/PROJECT, without wandb-workspaces, and where the server
-    says no.
+    Without a key nothing leaves the machine: the run is offline in `folder`/wandb, for `wandb sync`, and the other two are
+    JSON files in `folder`. Raises one of REFUSED if `place` is not ENTITY/PROJECT, if wandb-workspaces is not installed, or
+    if the server refuses.
     """
     entity, project = split_place(place)
     try:
@@ -63,7 +63,7 @@ def publish(report: Report, place: str, folder: Path) -> list[str]:
 
 
 def split_place(place: str) -> tuple[str, str]:
-    """("entity", "project"). ValueError where it is not two names with a slash between."""
+    """("entity", "project"). ValueError unless `place` is two names with a slash between them."""
     parts = place.split("/")
     if len(parts) != 2 or not all(parts):
         raise ValueError(f"--wandb takes ENTITY/PROJECT, got {place!r}")
@@ -71,7 +71,7 @@ def split_place(place: str) -> tuple[str, str]:
 
 
 def has_key() -> bool:
-    """Whether wandb can log in without asking."""
+    """Whether wandb can log in without a prompt."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     path = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
@@ -90,9 +90,9 @@ def as_json(view: wr.Report | ws.Workspace) -> str:
 
 
 def log_summary_run(report: Report, folder: Path, entity: str, project: str, mode: str) -> str:
-    """One run with the tables of the report and its numbers against length; returns where it is.
+    """Log one run with the tables of the report and its numbers against length; returns its address.
 
-    mode: online or offline. The run's id comes from what is reported, so the same report twice is one run.
+    mode: online or offline. The run's id is a hash of the report, so logging the same report twice gives one run.
     """
     with _run(report, folder, entity, project, mode) as run:
         rows = lines_by_length(report)
@@ -116,7 +116,7 @@ def log_summary_run(report: Report, folder: Path, entity: str, project: str, mod
 
 @contextmanager
 def _run(report: Report, folder: Path, entity: str, project: str, mode: str) -> Iterator[wandb.Run]:
-    assert wandb.run is None, f"wandb run {wandb.run.id} is still open: finish it before the next"
+    assert wandb.run is None, f"wandb run {wandb.run.id} is still open: finish it before opening another"
     run = wandb.init(
         entity=entity,
         project=project,
@@ -124,9 +124,9 @@ def _run(report: Report, folder: Path, entity: str, project: str, mode: str) -> 
         resume="allow" if mode == "online" else None,
         name=f"report: {report.title}",
         job_type=JOB_TYPE,
-        dir=str(folder.resolve()),  # its service may stand elsewhere
+        dir=str(folder.resolve()),  # absolute, because wandb's service may run in another folder
         mode=mode,
-        settings=wandb.Settings(  # as for runs of training: nothing leaves but what is logged here
+        settings=wandb.Settings(  # as for training runs: only what is logged here is sent
             silent=True, console="off", save_code=False, disable_code=True, disable_git=True, disable_job_creation=True,
             host="", x_disable_meta=True, x_disable_machine_info=True, x_disable_stats=True, x_save_requirements=False,
             symlink=False,
@@ -141,12 +141,12 @@ def _run(report: Report, folder: Path, entity: str, project: str, mode: str) -> 
 
 
 def line_name(task: str, metric: str, series: str) -> str:
-    """selective_copy/token_accuracy/mamba-d_state_64: no blank and no sign that wandb's expressions give a meaning."""
+    """selective_copy/token_accuracy/mamba-d_state_64: without spaces and characters that wandb's expressions interpret."""
     return "/".join(re.sub(r"[^\w.+-]+", "_", part) for part in (task, metric, series))
 
 
 def lines_by_length(report: Report) -> list[dict[str, float]]:
-    """A row a length: {"seq_len": 64, "<task>/<metric>/<model>": median in the unit of the page, ...}."""
+    """One row per length: {"seq_len": 64, "<task>/<metric>/<model>": median in the unit of the page, ...}."""
     rows: dict[int, dict[str, float]] = {}
     for cell in report.cells:
         for m in report.metrics:
@@ -158,7 +158,7 @@ def lines_by_length(report: Report) -> list[dict[str, float]]:
 
 
 def line_series(report: Report, task: str, metric: str) -> tuple[list[list[int]], list[list[float]], list[str]] | None:
-    """(lengths, values, names) of each model that has a number; None where none has."""
+    """(lengths, values, names) of the models that have a number; None if none has one."""
     scale = next(m.scale for m in report.metrics if m.name == metric)
     found: dict[str, dict[int, float]] = {}
     for cell in report.cells:
@@ -171,7 +171,7 @@ def line_series(report: Report, task: str, metric: str) -> tuple[list[list[int]]
 
 
 def results_table(report: Report) -> wandb.Table:
-    """A row a cell, as cells.csv has it, with the command."""
+    """One row per cell, as in cells.csv, with the command."""
     columns = ["task", "model", "seq_len", "lr", "complete", "of", "status"]
     columns += [f"{m.name}{end}" for m in report.metrics for end in ("", "_low", "_high")] + ["command"]
     rows = []
@@ -185,7 +185,7 @@ def results_table(report: Report) -> wandb.Table:
 
 
 def runs_table(report: Report) -> wandb.Table:
-    """A row a run, also of those without a result."""
+    """One row per run, including those without a result."""
     columns = ["run", "task", "model", "seq_len", "seed", "lr", "status", "code", *(m.name for m in report.metrics), "error"]
     rows = [
         [run.name, run.task, run.model, run.seq_len, run.seed, run.lr, run.status, code_name(run.summary)]
@@ -200,11 +200,11 @@ def runs_table(report: Report) -> wandb.Table:
 
 
 def _summary_names(report: Report) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """(name in a run's summary, title) of what measures quality, and of what measures cost, where some run has it."""
+    """(name in a run's summary, title) of the quality metrics and of the cost metrics that any run has."""
     quality = [f"{report.split}/{name}" for name in ("token_accuracy", "sequence_accuracy", "bits_per_byte", "loss")]
     costs = {
-        "memory/state_bytes": "State, bytes a row",
-        "speed/step_ms": "Time a step, ms",
+        "memory/state_bytes": "State, bytes per row",
+        "speed/step_ms": "Time per step, ms",
         "memory/peak_allocated_mib": "Peak memory, MiB",
         "memory/peak_host_mib": "Peak memory (process), MiB",
         "speed/tokens_per_second": "Training speed, tokens/s",
@@ -217,7 +217,7 @@ def _summary_names(report: Report) -> tuple[list[tuple[str, str]], list[tuple[st
 
 
 def _panels(report: Report) -> dict[str, list]:
-    """Section -> panels. Those of the first come from the summary run, the rest from the runs themselves."""
+    """Section -> panels. The first section shows the summary run, the others show the training runs."""
     import wandb_workspaces.reports.v2 as wr
 
     quality, costs = _summary_names(report)
@@ -265,17 +265,17 @@ def _panels(report: Report) -> dict[str, list]:
     columns += [wr.SummaryMetric(name) for name, _ in quality[:1]]
     parallel = wr.ParallelCoordinatesPlot(columns=[wr.ParallelCoordinatesPlotColumn(metric=c) for c in columns])
     return {
-        "Against sequence length: medians over seeds": medians,
-        "Against sequence length: every run": dots,
-        "What accuracy costs": trade_offs,
+        "Results by sequence length: medians over seeds": medians,
+        "Results by sequence length: every run": dots,
+        "Accuracy against cost": trade_offs,
         "Learning curves": curves,
-        "Models, rates and seeds": [*bars, parallel],
-        "What differs": [wr.RunComparer(diff_only="split")],
+        "Models, learning rates and seeds": [*bars, parallel],
+        "Differences between runs": [wr.RunComparer(diff_only="split")],
     }
 
 
 def build_dashboard(report: Report, entity: str, project: str) -> wr.Report:
-    """The wandb Report: what must be told first, then the panels. ImportError without wandb-workspaces."""
+    """The wandb Report: notices first, then the panels. ImportError without wandb-workspaces."""
     import wandb_workspaces.reports.v2 as wr
 
     blocks: list = [wr.P(tables.headline(report))]
@@ -290,12 +290,12 @@ def build_dashboard(report: Report, entity: str, project: str) -> wr.Report:
                 panel.layout = wr.Layout(x=(i * across) % 24, y=(i * across) // 24 * 7, w=across, h=7)
             blocks += [wr.H2(title), wr.PanelGrid(runsets=[wr.Runset(name=name, filters=filters)], panels=panels)]
     typed = "\n".join(line for cell in report.cells for line in commands(cell))
-    blocks += [wr.H2("Commands"), wr.CodeBlock(code=typed, language="yaml")]  # it knows no shell
+    blocks += [wr.H2("Commands"), wr.CodeBlock(code=typed, language="yaml")]  # wandb has no highlighting for shell
     return wr.Report(entity=entity, project=project, title=f"seqmix: {report.title}", width="fluid", blocks=blocks)
 
 
 def build_workspace(report: Report, entity: str, project: str) -> ws.Workspace:
-    """The saved view of the project: a section for each group of panels, runs grouped by model and length."""
+    """The saved view of the project: one section per group of panels, and runs grouped by model and length."""
     import wandb_workspaces.workspaces as ws
 
     sections = [ws.Section(name=title, panels=panels, is_open=True) for title, panels in _panels(report).items() if panels]

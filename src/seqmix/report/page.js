@@ -1,4 +1,4 @@
-// The charts, the filters and the rest of what moves. Numbers come from #data (page.py, payload), in the units shown.
+// Charts, filters and all interaction. The numbers come from #data (`payload` in page.py), in the units shown.
 "use strict";
 (() => {
   const D = JSON.parse(document.getElementById("data").textContent);
@@ -15,7 +15,7 @@
   };
   const h = make(null), s = make("http://www.w3.org/2000/svg");
 
-  // What is shown
+  // State of the page
 
   const metricOf = Object.fromEntries(D.metrics.map((m) => [m.name, m]));
   const has = (name, task) => D.cells.some((c) => c.task === task && c.values[name]);
@@ -30,7 +30,7 @@
     return ["", "7 4", "2 4", "9 3 2 3"][variants.indexOf(cell.series) % 4];
   };
 
-  // Numbers as text; the same rules as tables.number
+  // Numbers as text, by the same rules as tables.number
 
   const group = (n) => Math.round(n).toString().replace(/\B(?=(\d{3})+$)/g, ",");
   function text(value, metric) {
@@ -49,7 +49,7 @@
     if (size >= 1e4) return plain(value / 1e3) + "k";
     return size >= 1e-3 || size === 0 ? plain(value) : value.toExponential(0);
   }
-  function distinct(values) {  // as many digits as it takes to tell them apart
+  function distinct(values) {  // with as many digits as make the labels distinct
     for (let digits = 3; digits < 8; digits++) {
       const labels = values.map((v) => brief(v, digits));
       if (new Set(labels).size === values.length || digits === 7) return labels;
@@ -135,7 +135,7 @@
 
   // One chart.
   // lines: [{cell, points: [{x, y, low, high, seeds, title, tip}], band, marks, joined}]; fails: [{cell, x, tip}];
-  // refs: [{points, label}]; steps: a frontier; x and y: {kind, label, values of ticks, fixed domain}
+  // refs: [{points, label}]; steps: a Pareto front; x and y: {kind, label, values of ticks, fixed domain}
 
   function chart(host, spec) {
     const width = host.clientWidth;
@@ -146,7 +146,7 @@
     const yValues = all.flatMap((p) => [p.y, p.low, p.high, ...(state.seeds && p.seeds ? p.seeds : [])]);
     const xDomain = spec.x.domain || domain([...all.map((p) => p.x), ...fails.map((f) => f.x)], spec.x.kind, 0.04);
     const yDomain = spec.y.domain || domain(yValues, spec.y.kind);
-    if (!xDomain || !(yDomain || fails.length)) return host.replaceChildren(h("p", { class: "empty" }, "Nothing to show with these filters."));
+    if (!xDomain || !(yDomain || fails.length)) return host.replaceChildren(h("p", { class: "empty" }, "There are no results with these filters."));
     const left = 46, right = big ? 118 : 14, top = 10, strip = fails.length ? 20 : 0, bottom = 36 + strip;
     const x = scale(spec.x.kind, xDomain, [left + 8, width - right - 8]);
     const y = scale(spec.y.kind, yDomain || [0, 1], [height - bottom, top]);
@@ -251,13 +251,13 @@
     svg.addEventListener("pointermove", move);
     svg.addEventListener("pointerdown", move);
     svg.addEventListener("pointerleave", ({ pointerType }) => {
-      if (pointerType === "touch") return;  // a lifted finger: what it has asked for stays until the next touch
+      if (pointerType === "touch") return;  // after a tap the tooltip stays until the next touch
       svg.classList.remove("hover"), focus.setAttribute("visibility", "hidden"), hideTip();
     });
     host.replaceChildren(svg);
   }
 
-  const drawings = new Map();  // host -> its spec, to draw again at another width
+  const drawings = new Map();  // host -> its spec, to redraw at another width
   const watcher = new ResizeObserver((entries) => entries.forEach(({ target }) => {
     const known = drawings.get(target);
     if (known && known.width !== target.clientWidth) known.width = target.clientWidth, chart(target, known.spec);
@@ -281,16 +281,16 @@
     for (const c of cells) out.set(c.series, [...(out.get(c.series) || []), c]);
     return [...out.values()].map((group) => group.sort((a, b) => a.length - b.length));
   };
-  // names of the lines, where a screen is too narrow to write them at their ends
+  // the names of the lines, for screens that are too narrow to write them at the ends of the lines
   const legend = (cells) => h("p", { class: "legend" }, ...bySeries(cells).map(([c]) => h("span", {}, swatch(c, dashOf(c)), c.series)));
   const point = (c, m, at) => {
     const [y, low, high, seeds] = c.values[m.name];
     return { x: at, y, low, high, seeds, title: c.length === null ? c.series : `${c.series}, L = ${c.length}`, tip: tipLines(c, m) };
   };
-  function pick(options, current, label, onpick) {  // a row of buttons if few, else a list
+  function pick(options, current, label, onpick) {  // up to five options as buttons, more as a list
     if (options.length < 2) return [];
     if (options.length <= 5) return [label && h("span", {}, label), ...options.map(([value, name]) => h("button", { "aria-pressed": String(value === current), onclick: () => onpick(value) }, name))];
-    return [label && h("span", {}, label), h("select", { "aria-label": label || "Number shown", onchange: (e) => onpick(options[e.target.selectedIndex][0]) }, ...options.map(([value, name]) => h("option", { selected: value === current ? "" : null }, name)))];
+    return [label && h("span", {}, label), h("select", { "aria-label": label || "Metric shown", onchange: (e) => onpick(options[e.target.selectedIndex][0]) }, ...options.map(([value, name]) => h("option", { selected: value === current ? "" : null }, name)))];
   }
 
   function overview() {
@@ -299,7 +299,7 @@
     if (!shown.some((m) => m.name === choose.overview)) choose.overview = shown.length ? shown[0].name : null;
     const m = metricOf[choose.overview];
     $("#overview .tools").replaceChildren(
-      h("select", { "aria-label": "Number shown", onchange: (e) => { choose.overview = shown[e.target.selectedIndex].name; overview(); } },
+      h("select", { "aria-label": "Metric shown", onchange: (e) => { choose.overview = shown[e.target.selectedIndex].name; overview(); } },
         ...shown.map((option) => h("option", { selected: option === m ? "" : null }, option.label + (option.unit ? `, ${option.unit}` : "")))));
     const lengths = [...new Set(cells.map((c) => c.length))].sort((a, b) => a - b);
     const mids = cells.map((c) => m && c.values[m.name] && c.values[m.name][0]).filter((v) => v !== undefined && v !== null);
@@ -315,7 +315,7 @@
         const between = low !== null && text(low, m) !== text(high, m) ? h("small", {}, `[${text(low, m)}, ${text(high, m)}]`) : null;
         return h("td", { style: `--heat:${warmth(mid).toFixed(0)}%` }, text(mid, m) + (c.mixed ? "‡" : ""), between, finite < seeds.length ? h("small", { class: "part" }, `${finite} of ${seeds.length} finite`) : null);
       })));
-    $("#matrix").replaceChildren(rows.length ? h("table", { class: "matrix" }, h("thead", {}, h("tr", {}, h("th"), ...lengths.map((n) => h("th", { scope: "col" }, n === null ? "" : `L = ${n}`)))), h("tbody", {}, ...rows)) : h("p", { class: "empty" }, "Nothing to show with these filters."));
+    $("#matrix").replaceChildren(rows.length ? h("table", { class: "matrix" }, h("thead", {}, h("tr", {}, h("th"), ...lengths.map((n) => h("th", { scope: "col" }, n === null ? "" : `L = ${n}`)))), h("tbody", {}, ...rows)) : h("p", { class: "empty" }, "There are no results with these filters."));
   }
 
   function againstLength() {
@@ -326,7 +326,7 @@
     $(".tools", section).replaceChildren(
       ...pick(options.map((m) => [m.name, m.label.replace(/ \(.*/, "")]), choose.quality, "", (v) => { choose.quality = v; draw(); }),
       h("button", { "aria-pressed": String(state.seeds), onclick: () => { state.seeds = !state.seeds; draw(); } }, "each seed"),
-      h("button", { "aria-pressed": String(state.logY), onclick: () => { state.logY = !state.logY; draw(); } }, "log costs"));
+      h("button", { "aria-pressed": String(state.logY), onclick: () => { state.logY = !state.logY; draw(); } }, "logarithmic costs"));
     const names = [choose.quality, "tokens_per_second", "step_ms", "peak_memory", "state_bytes"].filter((n) => n && has(n, state.task));
     const lengths = [...new Set(cells.map((c) => c.length))].sort((a, b) => a - b);
     const xDomain = domain(lengths, "log", 0.02);
@@ -368,10 +368,10 @@
         y: { kind: "linear", domain: m.unit === "%" ? [0, 108] : null },
       });
     }
-    if (!list.children.length) list.append(h("p", { class: "empty" }, "Nothing to show with these filters."));
+    if (!list.children.length) list.append(h("p", { class: "empty" }, "There are no results with these filters."));
   }
 
-  const curveNames = { "val/token_accuracy": ["Token accuracy (validation)", "%"], "val/sequence_accuracy": ["Sequence accuracy (validation)", "%"], "val/loss": ["Loss (validation)", "nats a token"], "val/bits_per_byte": ["Bits a byte (validation)", "bits"], "train/loss": ["Loss (training)", "nats a token"] };
+  const curveNames = { "val/token_accuracy": ["Token accuracy (validation)", "%"], "val/sequence_accuracy": ["Sequence accuracy (validation)", "%"], "val/loss": ["Loss (validation)", "nats per token"], "val/bits_per_byte": ["Bits per byte (validation)", "bits"], "train/loss": ["Loss (training)", "nats per token"] };
   function curves() {
     const section = $("#curves"), list = $(".charts", section), cells = visible();
     afresh(list);
@@ -380,7 +380,7 @@
     if (!options.includes(choose.curve)) choose.curve = options[0];
     $(".tools", section).replaceChildren(...pick(options.map((n) => [n, curveNames[n][0]]), choose.curve, "", (v) => { choose.curve = v; curves(); }));
     const shown = mine.filter((k) => k.name === choose.curve);
-    if (!shown.length) return list.append(h("p", { class: "empty" }, "No curves with these filters."));
+    if (!shown.length) return list.append(h("p", { class: "empty" }, "There are no curves with these filters."));
     const [label, unit] = curveNames[choose.curve], percent = unit === "%";
     list.append(legend(cells));
     const lowest = percent ? null : domain(shown.flatMap((k) => k.mid), "log");
@@ -405,7 +405,7 @@
         const cell = D.cells[r.cell];
         return { cell, marks: true, points: r.points.filter((p) => p[1] !== null).map(([lr, y, low, high, finite, of]) => ({ x: lr, y, low, high, ring: lr === cell.lr, title: `${cell.series}, lr ${lr}`, tip: [`best validation loss ${text(y)}`, `${finite} of ${of} seeds finite`] })) };
       });
-      figure(list, length === null ? "Best validation loss" : `L = ${length}`, "nats a token ↓", { lines, height: 220, x: { kind: "log", label: "learning rate (log)" }, y: { kind: "log" } });
+      figure(list, length === null ? "Best validation loss" : `L = ${length}`, "nats per token ↓", { lines, height: 220, x: { kind: "log", label: "learning rate (log)" }, y: { kind: "log" } });
     }
   }
 
@@ -432,7 +432,7 @@
   function filters() {
     const toggle = (set, value, all) => {
       if (set.has(value)) set.delete(value); else set.add(value);
-      if (!set.size) all.forEach((v) => set.add(v));  // the last one off means all on
+      if (!set.size) all.forEach((v) => set.add(v));  // switching the last one off switches all on
       draw();
     };
     const first = (model) => D.cells.find((c) => c.model === model);
@@ -470,7 +470,7 @@
     const numbers = pairs.every((p) => key(p) === "" || !Number.isNaN(Number(key(p))));
     pairs.sort((a, b) => {
       const [p, q] = [key(a), key(b)];
-      if (p === "" || q === "") return (p === "") - (q === "");  // without a number: last either way
+      if (p === "" || q === "") return (p === "") - (q === "");  // rows without a number come last in both orders
       return (up ? 1 : -1) * (numbers ? Number(p) - Number(q) : p.localeCompare(q));
     });
     body.append(...pairs.flat());
@@ -485,7 +485,7 @@
       try {
         await navigator.clipboard.writeText(line.textContent);
         target.textContent = "copied";
-      } catch {  // no permission: select it, for the keyboard
+      } catch {  // no permission: select it, to be copied by keyboard
         getSelection().selectAllChildren(line);
         target.textContent = "selected";
       }
@@ -501,7 +501,7 @@
   if (remembered()) root.dataset.theme = remembered();
   $("#theme").addEventListener("click", () => {
     root.dataset.theme = dark() ? "light" : "dark";
-    try { localStorage.setItem(keep, root.dataset.theme); } catch { /* a page without storage forgets */ }
+    try { localStorage.setItem(keep, root.dataset.theme); } catch { /* without storage the choice is not remembered */ }
   });
 
   $$("#filters, #overview, #against-length, #trade-offs, #curves, #rates").forEach((node) => { node.hidden = false; });

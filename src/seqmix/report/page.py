@@ -1,8 +1,8 @@
-"""A Report as one HTML page that needs nothing else: style, script and numbers are written into it.
+"""A Report as one self-contained HTML page: style, script and numbers are written into it.
 
-Tables are HTML from here, so they are there without a script and can be searched and printed. Charts are drawn by
-page.js as SVG at the width of the screen, from the numbers in `payload`: text keeps its size on a phone, scales follow
-the filters. No plotting library: what the page needs of one is 300 lines, one weighs from 50 kB to 4.5 MB.
+This file makes the tables as HTML, so that they work without JavaScript and can be searched and printed. page.js draws the
+charts as SVG at the width of the screen, from the numbers in `payload`: text keeps its size on a phone, and scales follow the
+filters. There is no plotting library: the page needs 300 lines of one, and a library has from 50 kB to 4.5 MB.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_NUMBERS = 400_000  # of all curves together: 2.5 MB
 
 
 def page(report: Report, command: str) -> str:
-    """The page. command: what was typed to make it, shown at its end."""
+    """The page. command: the command that made it, shown at the end of the page."""
     parts = {
         "title": _text(report.title),
         "style": (HERE / "page.css").read_text(encoding="utf-8"),
@@ -49,7 +49,7 @@ def page(report: Report, command: str) -> str:
 
 
 def payload(report: Report) -> dict:
-    """What page.js draws, in the units shown. Numbers have 5 digits; the CSV files have all of them."""
+    """The numbers that page.js draws, in the units shown, with 5 digits; the CSV files have all digits."""
     number_of = {id(cell): i for i, cell in enumerate(report.cells)}
     return {
         "tasks": report.tasks,
@@ -103,7 +103,7 @@ def _chance(cells: list[Cell]) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def _rate(lr: float, runs: list[Run]) -> list:
-    """[lr, median, low, high, finite, of] of the best validation loss; a diverged seed has none."""
+    """[lr, median, low, high, finite, of] of the best validation loss; only complete runs have one."""
     r = summarize(best_validation(run) if run.status == "complete" else None for run in runs)
     return [lr, *map(_short, r[:3]), r.finite, len(runs)]
 
@@ -120,9 +120,9 @@ def _curves(cells: list[Cell]) -> list[dict]:
 
 
 def band(curves: list[list[tuple[int, float]]], points: int, scale: float = 1.0) -> dict[str, list] | None:
-    """Median, smallest and largest over seeds at each step where one has a finite value; None if none has anywhere.
+    """Median, minimum and maximum over seeds at each step where a seed has a finite value; None if there is no such step.
 
-    At most `points` steps are kept, evenly, the first and the last among them; "n" counts the seeds behind each.
+    At most `points` steps are kept, evenly spaced, including the first and the last. "n" is the number of seeds per step.
     """
     steps = sorted({step for curve in curves for step, _ in curve})
     if len(steps) > points:
@@ -154,7 +154,7 @@ def _text(value: object) -> str:
 
 
 def _code(text: str) -> str:
-    """`x` as <code>."""
+    """Escaped text, with `x` as <code>."""
     parts = _text(text).split("`")
     return "".join(f"<code>{part}</code>" if i % 2 else part for i, part in enumerate(parts))
 
@@ -176,7 +176,7 @@ def _copy(command: str | None) -> str:
 
 
 def _plain(rows: Iterable[str], head: str = "", id: str = "") -> str:
-    """head: `Runs:num|Device`, the class after a colon."""
+    """A table. head: columns like `Runs:num|Device`, each with its CSS class after a colon."""
     cells = "".join(f'<th class="{kind}">{name}</th>' for name, _, kind in (h.partition(":") for h in head.split("|")))
     thead = f"<thead><tr>{cells}</tr></thead>" if head else ""
     name = f' id="{id}"' if id else ""
@@ -189,7 +189,7 @@ def _headline(report: Report) -> str:
         label = _text(tables.LABELS.get(status, status))
         parts.append(f'<span class="{"good" if status == "complete" else "bad"}">{n} {label}</span>')
     if seeds := sorted({len(cell.used) for cell in report.cells if cell.lr in cell.tried}):
-        parts.append(f"{'–'.join(map(str, sorted({seeds[0], seeds[-1]})))} seed{'s' * (seeds[-1] != 1)} a cell")
+        parts.append(f"{'–'.join(map(str, sorted({seeds[0], seeds[-1]})))} seed{'s' * (seeds[-1] != 1)} per cell")
     return " · ".join(parts)
 
 
@@ -210,7 +210,7 @@ def _table(report: Report) -> str:
 
 
 def _rows(report: Report, cell: Cell) -> str:
-    """A cell's row, and the one under it that the button opens."""
+    """The row of a cell, and the row of details below it, which the button opens."""
     keys = f'data-task="{_text(cell.task)}" data-model="{_text(cell.model)}" data-length="{cell.seq_len}"'
     task = f"<small>{_text(cell.task)}</small>" if len(report.tasks) > 1 else ""
     name = _swatch(report, cell.model) + _text(cell.series) + ("‡" if cell.mixed else "") + task
@@ -221,7 +221,7 @@ def _rows(report: Report, cell: Cell) -> str:
     row += f'<td class="num" data-v="{cell.lr or ""}">{"–" if cell.lr is None else f"{cell.lr:g}"}{rates}</td>'
     row += f'<td class="num" data-v="{cell.complete}">{cell.complete} of {len(cell.used)}{less}</td>'
     row += "".join(_value(cell, m, i == 0) for i, m in enumerate(report.metrics))
-    row += '<td><button class="open" aria-expanded="false">command</button></td>'
+    row += '<td><button class="open" aria-expanded="false">details</button></td>'
     more = f'<td colspan="{5 + len(report.metrics)}">{_more(report, cell)}</td>'
     return f'<tr class="cell" {keys}>{row}</tr><tr class="more" hidden>{more}</tr>'
 
@@ -231,7 +231,7 @@ def _swatch(report: Report, model: str) -> str:
 
 
 def _value(cell: Cell, metric: Metric, first: bool) -> str:
-    """One number of a cell; what became of its runs in the first column if there is none, a dash in the others."""
+    """One number of a cell. Without a number: a dash, or in the first column the status of the runs if none is complete."""
     r = cell.results[metric.name]
     if r.median is None:
         kind, label = ("none", tables.statuses(cell)) if cell.complete == 0 and first else ("", "–")
@@ -243,20 +243,20 @@ def _value(cell: Cell, metric: Metric, first: bool) -> str:
 
 def _more(report: Report, cell: Cell) -> str:
     typed = "".join(map(_copy, commands(cell)))
-    typed = typed or "<p>The command was not recorded: there is no .hydra/overrides.yaml.</p>"
+    typed = typed or "<p>The command was not recorded: there is no <code>.hydra/overrides.yaml</code>.</p>"
     shown = [m for m in report.metrics if m.kind != "cost"][:2]
     items = []
     for run in cell.runs:
         numbers = ", ".join(f"{m.label} {tables.number(m.read(run), m)}" for m in shown if m.read(run) is not None)
         what = _text(numbers) if run.status == "complete" else f'<span class="bad">{_status(run)}</span> {_text(run.error)}'
-        other = "" if run in cell.used else " (another rate)"
+        other = "" if run in cell.used else " (another learning rate)"
         items.append(f"<li><code>{_text(run.name)}</code> seed {run.seed}, lr {show(run.lr)}{other}: {what}</li>")
     return f'{typed}<ul class="runs">{"".join(items)}</ul>'
 
 
 def _failures(report: Report) -> str:
     if not report.failures:
-        return "<p>Every run came to its end.</p>"
+        return "<p>All runs are complete.</p>"
     rows = []
     for run in report.failures:
         keys = f'data-task="{_text(run.task)}" data-model="{_text(run.model)}" data-length="{run.seq_len}"'
@@ -266,7 +266,7 @@ def _failures(report: Report) -> str:
             f'<td><span class="chip bad">{_status(run)}</span></td>'
             f'<td class="why">{_text(run.error[:400])}{_copy(run.command)}</td></tr>'
         )
-    return '<p class="empty" hidden>None with these filters.</p>' + _plain(rows, "Run|What|Status|Why", "failures")
+    return '<p class="empty" hidden>None with these filters.</p>' + _plain(rows, "Run|Settings|Status|Error", "failures")
 
 
 def _fairness(report: Report) -> str:
@@ -277,21 +277,21 @@ def _fairness(report: Report) -> str:
         counted = {"parameters": " | ".join(f"{n:,.0f}" for n in counts[:6])} if counts else {}
         name = f'<th scope="row">{_swatch(report, model)}{_text(model)}</th>'
         rows.append(f'<tr data-model="{_text(model)}">{name}<td>{_pairs(values | counted)}</td></tr>')
-    out = f"<h3>What the model sets</h3>{_plain(rows)}<h3>What else differs</h3>"
+    out = f"<h3>Settings of each model</h3>{_plain(rows)}<h3>Other differences</h3>"
     rows = [
         f'<tr data-task="{_text(d.task)}"><th scope="row"><code>{_text(d.key)}</code><small>{_text(d.task)}</small></th>'
-        f"<td>with the {_text(d.by)}</td><td>{_pairs(d.values)}</td></tr>"
+        f"<td>varies with the {_text(d.by)}</td><td>{_pairs(d.values)}</td></tr>"
         for d in report.differences
         if not d.expected
     ]
-    out += _plain(rows) if rows else "<p>Nothing beside the length, the seed and the learning rate.</p>"
+    out += _plain(rows) if rows else "<p>Runs of a task differ only in model, length, seed and learning rate.</p>"
     same = _pairs({key: show(value) for key, value in report.shared.items()})
-    return f"{out}<details><summary>{len(report.shared)} values that are the same in every run</summary><p>{same}</p></details>"
+    return f"{out}<details><summary>{len(report.shared)} settings are the same in every run</summary><p>{same}</p></details>"
 
 
 def _environment(report: Report) -> str:
     if not report.environments:
-        return "<p>No run has recorded its environment.</p>"
+        return "<p>No run recorded its environment.</p>"
     rows = []
     for facts, source, n in report.environments:
         names = ("python", "torch", "cuda", "triton", "lightning", "wandb")

@@ -1,6 +1,6 @@
-"""Run folders, read back. Nothing is trusted to be there: a killed job leaves what it had written until then.
+"""Reads run folders. Any file may be missing, because a killed job leaves only what it had written until then.
 
-One broken file costs one run at most: the run is `unreadable` or lacks what the file should have said, the file is named.
+A broken file affects its own run only: the run is `unreadable`, or lacks what the file should contain; an error names the file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from seqmix.folders import read_file, walk
 from seqmix.identity import flat
 
 STATUSES = ("complete", "diverged", "oom", "killed", "interrupted", "failed", "unfinished", "unreadable")
-# keys with which the report calculates
+# keys whose values must be numbers, because the report calculates with them
 NUMBERS = ("seed", "optimizer.lr", "task.seq_len", "task.batch_size", "task.eval_batch_size", "trainer.max_steps",
            "trainer.val_check_interval")  # fmt: skip
 PATHS = re.compile(rf"(?<![\w./-]){re.escape(str(Path.home()))}(?=/|\b)") if str(Path.home()) != "/" else None
@@ -26,11 +26,11 @@ PATHS = re.compile(rf"(?<![\w./-]){re.escape(str(Path.home()))}(?=/|\b)") if str
 class Run(NamedTuple):
     """One run folder.
 
-    name: its path under the folder that was asked for. config: flat, `{"task.seq_len": 64, ...}`, resolved.
-    choices: of each config group. overrides: as typed, or None where nothing has recorded them. status: one of STATUSES;
-    "unfinished" where no summary.json tells the end, "unreadable" where a file does not tell what was run (`error` names
-    it). curves: metric -> [(step, value)], non-finite values as they are. left_out: the first value of metrics.csv that is
-    no number, with its line, or "".
+    name: its path under the folder that the user named. config: flat, `{"task.seq_len": 64, ...}`, resolved.
+    choices: config group -> choice. overrides: as typed, or None if they were not recorded. status: one of STATUSES;
+    "unfinished" if no summary.json records how the run ended, "unreadable" if a file that describes the run cannot be read
+    (`error` names it). curves: metric -> [(step, value)], including non-finite values. left_out: the first value of
+    metrics.csv that is not a number, with its line, or "".
     """
 
     name: str
@@ -42,7 +42,7 @@ class Run(NamedTuple):
     status: str
     error: str
     curves: dict[str, list[tuple[int, float]]]
-    written: float  # seconds since the epoch of the last word about its state
+    written: float  # when its status was last written, seconds since the epoch
     left_out: str = ""
 
     @property
@@ -71,16 +71,16 @@ class Run(NamedTuple):
 
     @property
     def knows_its_facts(self) -> bool:
-        """Whether data, code and environment are recorded; a run that was killed, or never got to training, has none."""
+        """Whether data, code and environment are recorded; they are not if the run was killed or never began training."""
         return "environment" in self.summary
 
     @property
     def command(self) -> str | None:
-        """What to type to have this run again, or None where the overrides are not known."""
+        """The command that repeats this run, or None if the overrides are not known."""
         return None if self.overrides is None else command(self.overrides)
 
     def number(self, name: str) -> float | None:
-        """A number of the summary, or None where it is missing or not finite."""
+        """A number of the summary, or None if it is missing or not finite."""
         value = self.summary.get(name)
         ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         return value if ok else None
@@ -93,7 +93,7 @@ def command(overrides: Iterable[str], multirun: bool = False) -> str:
 def find_runs(places: Iterable[Path]) -> list[Run]:
     """Every run in `places` (run folders, sweeps, or folders of those), in natural order of the paths.
 
-    ValueError for a place that is not there, and where there is no run, or none that can be read.
+    ValueError if a place does not exist, if it has no run, or if no run can be read.
     """
     places = [Path(place) for place in places]
     found: dict[Path, str] = {}
@@ -134,7 +134,7 @@ def _parts(path: Path) -> list[str]:
 
 
 def not_started(places: Iterable[Path]) -> list[str]:
-    """Notices of the jobs that the sweeps in `places` have recorded (sweep.json) and that have no folder yet."""
+    """Notices about the jobs that sweep.json in `places` records and that have no folder yet."""
     missing, notices = [], []
     for place in map(Path, places):
         for record in sorted({*place.glob("sweep.json"), *place.glob("*/sweep.json")}):
@@ -146,7 +146,7 @@ def not_started(places: Iterable[Path]) -> list[str]:
                         missing.append(" ".join(override for override in job["overrides"] if override not in common))
             except (ValueError, KeyError, TypeError) as error:
                 why = error if isinstance(error, ValueError) else f"{record} is not the record of a sweep"
-                notices.append(f"Jobs that have not started are not known: {tidy(str(why))}.")
+                notices.append(f"It is not known which jobs have not started: {tidy(str(why))}.")
     if missing:
         jobs = "1 job" if len(missing) == 1 else f"{len(missing)} jobs"
         notices.insert(0, f"{jobs} of the sweep not started yet: {'; '.join(missing[:3])}{' …' * (len(missing) > 3)}.")
@@ -154,7 +154,7 @@ def not_started(places: Iterable[Path]) -> list[str]:
 
 
 def read_run(folder: Path, name: str) -> Run:
-    """The run in `folder`. ValueError, which names the file, where one cannot be read that says what was run."""
+    """The run in `folder`. ValueError, which names the file, if a file that describes the run cannot be read."""
     resolved = folder / "config.yaml"
     composed = folder / ".hydra/config.yaml"
     config = flat(read_file(resolved)) if resolved.is_file() else _resolve(flat(_optional(composed, dict)))
@@ -208,9 +208,8 @@ def _last_line(path: Path) -> str:
 
 
 def read_curves(path: Path) -> tuple[dict[str, list[tuple[int, float]]], str]:
-    """metrics.csv by column, and the first value in it that is no number, which is left out as all such are.
-
-    A last line cut short by a kill is left out, too.
+    """metrics.csv by column, and the first value in it that is not a number. Such values are left out, and so is an incomplete
+    last line of a killed run.
     """
     if not path.is_file():
         return {}, ""
@@ -236,7 +235,7 @@ def read_curves(path: Path) -> tuple[dict[str, list[tuple[int, float]]], str]:
 
 
 def _resolve(config: dict[str, object]) -> dict[str, object]:
-    """`${seed}` and the like, of a run that ended before it wrote its config resolved; `${name:}` is left as it is."""
+    """Resolve `${seed}` and the like, for a run that ended before it wrote its resolved config; `${name:}` is left as it is."""
     whole = re.compile(r"^\$\{([\w.]+)\}$")
     for _ in range(3):
         for key, value in config.items():

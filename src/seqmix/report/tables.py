@@ -19,7 +19,7 @@ LABELS = {
 
 
 def number(value: float | None, metric: Metric) -> str:
-    """In the metric's unit: a percentage with one digit, 262k tokens/s, bytes and parameters in full."""
+    """`value` in the metric's unit: percentages with one decimal, 262k tokens/s, bytes and parameters in full."""
     if value is None:
         return "–"
     value *= metric.scale
@@ -36,7 +36,7 @@ def number(value: float | None, metric: Metric) -> str:
 
 
 def interval(result: Result, metric: Metric) -> str:
-    """`[95.0, 98.8]`; nothing where there is none, or where it is the median itself as far as the digits go."""
+    """`[95.0, 98.8]`; "" if there is none, or if both ends are equal as printed."""
     if result.low is None:
         return ""
     low, high = number(result.low, metric), number(result.high, metric)
@@ -44,7 +44,7 @@ def interval(result: Result, metric: Metric) -> str:
 
 
 def words(result: Result, metric: Metric, cell: Cell) -> str:
-    """`97.3 [95.0, 98.8]`, with `2 of 3 finite` where that is so, or what became of the runs."""
+    """`97.3 [95.0, 98.8]`, with `(2 of 3 finite)` if some values are missing; the statuses of the runs if there is no value."""
     if result.finite == 0:
         return statuses(cell) if cell.complete == 0 else "–"
     mark = "‡" if cell.mixed else ""
@@ -53,7 +53,7 @@ def words(result: Result, metric: Metric, cell: Cell) -> str:
 
 
 def finite(result: Result, metric: Metric, cell: Cell) -> str:
-    """`2 of 3 finite`; nothing where all are, or for the costs of the runs that the column of runs has counted."""
+    """`2 of 3 finite`; "" if all are, and for a cost that all complete runs have, since the column of runs counts these."""
     if result.finite == len(result.values) or (metric.kind == "cost" and result.finite == cell.complete):
         return ""
     return f"{result.finite} of {len(result.values)} finite"
@@ -71,7 +71,7 @@ def headline(report: Report) -> str:
 
 
 def markdown(report: Report) -> str:
-    """A matrix of accuracy a task, every cell with its costs, then what differs, what failed, and the commands."""
+    """A matrix of accuracy per task, all cells with their costs, then what differs, the failures, and the commands."""
     out = [f"# {report.title}", "", headline(report) + ".", ""]
     out += [f"> {notice}  " for notice in report.notices] + [""] * bool(report.notices)
     out += [
@@ -89,7 +89,7 @@ def markdown(report: Report) -> str:
                 at = {c.seq_len: c for c in mine if c.series == series}
                 out += _row([series, *(words(at[n].results[metric.name], metric, at[n]) if n in at else "" for n in lengths)])
             out.append("")
-    out += ["## Every cell", "", *_row(["task", "model", "L", "lr", "runs", *map(_title, report.metrics)])]
+    out += ["## All cells", "", *_row(["task", "model", "L", "lr", "runs", *map(_title, report.metrics)])]
     out += _row(["---", "---", "--:", "--:", "--:", *("--:" for _ in report.metrics)])
     for cell in report.cells:
         values = [words(cell.results[m.name], m, cell) for m in report.metrics]
@@ -99,11 +99,11 @@ def markdown(report: Report) -> str:
     for model, values in designs(report.cells).items():
         out += _row([model, ", ".join(f"{key}={value}" for key, value in values.items())])
     if also := [d for d in report.differences if not d.expected]:
-        out += ["", "## What differs beside the model", "", *_row(["task", "key", "with", "values"]), *_row(["---"] * 4)]
+        out += ["", "## Other differences", "", *_row(["task", "key", "varies with", "values"]), *_row(["---"] * 4)]
         for d in also:
             out += _row([d.task, f"`{d.key}`", d.by, "; ".join(f"{name}: {value}" for name, value in d.values.items())])
     if report.failures:
-        out += ["", "## Without a result", "", *_row(["run", "what", "status", "why"]), *_row(["---"] * 4)]
+        out += ["", "## Runs without a result", "", *_row(["run", "settings", "status", "error"]), *_row(["---"] * 4)]
         for run in report.failures:
             what = f"{run.model} {run.task} L={run.seq_len} seed={run.seed}"
             out += _row([f"`{run.name}`", what, LABELS.get(run.status, run.status), run.error[:200]])
@@ -114,7 +114,7 @@ def markdown(report: Report) -> str:
         out += _row([n, facts.get("device_name"), facts.get("threads"), versions, code])
     out += ["", "## Commands", "", "```"]
     for cell in report.cells:
-        out += commands(cell) or [f"# {cell.series} {cell.task} L={cell.seq_len}: not recorded"]
+        out += commands(cell) or [f"# {cell.series} {cell.task} L={cell.seq_len}: command not recorded"]
     return "\n".join([*out, "```", ""])
 
 
@@ -127,7 +127,7 @@ def _row(values: list) -> list[str]:
 
 
 def cells_csv(report: Report) -> str:
-    """A row a cell: median, interval and how many of the seeds are finite, of every metric, in the summary's units."""
+    """One row per cell: median, interval and number of finite seeds of every metric, in the units of summary.json."""
     names = [m.name for m in report.metrics]
     head = ["task", "model", "variant", "size", "seq_len", "lr", "rates_tried", "seeds", "complete", "status"]
     head += [f"{name}{end}" for name in names for end in ("", "_low", "_high", "_finite")]
@@ -143,7 +143,7 @@ def cells_csv(report: Report) -> str:
 
 
 def runs_csv(report: Report) -> str:
-    """A row a run, also those without a result: where it is, what it was, how it ended, and the command."""
+    """One row per run, including those without a result: its name, settings, status, numbers and command."""
     head = ["run", "task", "model", "size", "seq_len", "seed", "lr", "status", "steps", "code"]
     head += [*(m.name for m in report.metrics), "error", "command"]
     rows = []

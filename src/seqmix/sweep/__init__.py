@@ -1,8 +1,9 @@
-"""Multiruns that survive: a process a job, a queue, and a folder in which the same command goes on.
+"""Multiruns that survive failures: one process per job, a queue, and a folder in which the same command resumes.
 
-names.py   what a run and a sweep are called: hashes of their configs
-jobs.py    one job: its process, how it ended, what it leaves
-script.py  one job in a process that is forked, rather than started anew
-queue.py   the queue; the Hydra launcher in hydra_plugins/ is a thin door to it
-table.py   what is shown while it runs, and after
+names.py     the names of runs and sweeps, which contain hashes of their configs
+jobs.py      one job: its process, how it ended, what it leaves behind
+script.py    one job in a process that a fork server starts
+queue.py     the queue, which the Hydra launcher in hydra_plugins/ starts
+table.py     what is shown during a sweep and after it
+callback.py  what happens before and after a multirun, with any launcher
 """

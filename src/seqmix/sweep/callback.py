@@ -1,4 +1,4 @@
-"""The first and the last word of a multirun, whichever launcher runs it."""
+"""What happens before and after a multirun, with any launcher."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ log = logging.getLogger(__name__)
 
 
 class SweepTable(Callback):
-    """Names the folder of a sweep and locks it; at the end its table, and exit code 1 where a job is not complete."""
+    """Names the folder of a sweep and locks it. At the end it shows the table; exit code 1 unless all jobs are complete."""
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         self.started = time.time()
         folder = str(config.hydra.sweep.dir)
-        # each job composes anew, from overrides of its own: it must not name the sweep after them
+        # each job is composed from overrides of its own, by which the sweep must not be named
         config.hydra.sweep.dir = folder
         config.hydra.overrides.hydra.append(f"hydra.sweep.dir={quoted(folder)}")
-        lock(Path(folder))  # makes it, too: an Optuna storage in it is opened before the first job
+        lock(Path(folder))  # also makes the folder: an Optuna storage in it is opened before the first job
         try:
             read_jobs(Path(folder))
         except ValueError as error:
@@ -42,9 +42,8 @@ class SweepTable(Callback):
 
 
 def jobs_of_folders(sweep: Path) -> list[Job]:
-    """What the folders of a sweep tell, where the launcher kept no record: `unfinished` for one without a summary.
-
-    A folder whose overrides cannot be read is skipped, with a warning.
+    """The jobs of a sweep according to their folders, for launchers that keep no record. A job without a summary is
+    `unfinished`. A folder whose overrides cannot be read is skipped, with a warning.
     """
     jobs = []
     for number, path in enumerate(sorted(sweep.glob("*/.hydra/overrides.yaml"), key=lambda p: p.stat().st_mtime)):

@@ -1,4 +1,4 @@
-"""One job of a sweep: its process, how it ended, what it leaves when it could not say so itself."""
+"""One job of a sweep: its process, how it ended, and the files that are written for it if it dies too early."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from seqmix.folders import read_file
 from seqmix.fork_server import die_with_parent
 
 log = logging.getLogger(__name__)
-ENDS = ("complete", "failed", "oom", "diverged", "interrupted", "killed")  # how a job can have ended, in its summary.json
+ENDS = ("complete", "failed", "oom", "diverged", "interrupted", "killed")  # values of status in summary.json
 PARENT = "SEQMIX_SWEEP"  # set for the process of a job: the process id of its sweep
 GONE = {-signal.SIGINT, -signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGTERM}
 
@@ -29,9 +29,9 @@ GONE = {-signal.SIGINT, -signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGTE
 class Job:
     """A job as sweep.json records it.
 
-    status: queued, running, complete, failed, oom, diverged, interrupted, killed (kill -9, or the system for want of
-    memory), skipped (it was complete). attempts: processes that this command has started for it, of which `retried` after
-    a failure. halvings: how often its micro-batch was halved, ever. seconds: of the last process.
+    status: queued, running, complete, failed, oom, diverged, interrupted, killed (kill -9, or by the system when memory ran
+    out), skipped (an earlier command had run it). attempts: processes that this command has started for it; `retried` of them
+    followed a failure. halvings: how often any command has halved its micro-batch. seconds: duration of the last process.
     """
 
     number: int
@@ -46,7 +46,7 @@ class Job:
     exit_code: int | None = None
     seconds: float | None = None
     result: float | None = None  # token accuracy: test, else validation
-    seen: float = field(default=0.0, repr=False)  # when a command last asked for it, seconds since the epoch
+    seen: float = field(default=0.0, repr=False)  # when a command last included it, seconds since the epoch
 
     @property
     def path(self) -> Path:
@@ -54,7 +54,8 @@ class Job:
 
 
 def in_a_sweep() -> bool:
-    """Whether this process is a job's; if so it is told (SIGTERM: save and stop) when its sweep dies without a word."""
+    """Whether this process runs a job of a queue. If so, on Linux, it gets SIGTERM (save and stop) when the queue's process
+    dies."""
     parent = os.environ.get(PARENT)
     if parent is None:
         return False
@@ -64,14 +65,14 @@ def in_a_sweep() -> bool:
 
 
 def take_up(folder: Path) -> tuple[dict | None, Path | None]:
-    """What the folder of a job holds from an earlier time: (its summary if it is complete, its last.ckpt if there is one).
+    """What an earlier process left in a job's folder: (its summary if it is complete, its last.ckpt if there is one).
 
-    What an unfinished job said of itself is removed.
+    The summary of an unfinished job is removed.
     """
     summary = read_summary(folder)
     if summary.get("status") == "complete":
         return summary, None
-    if PARENT not in os.environ:  # else the sweep has done it, and other ranks may have written since
+    if PARENT not in os.environ:  # else the queue has removed it, and other ranks may have written a new one
         (folder / "summary.json").unlink(missing_ok=True)
         os.environ |= wandb_names(folder)
     last = folder / "checkpoints" / "last.ckpt"
@@ -79,9 +80,9 @@ def take_up(folder: Path) -> tuple[dict | None, Path | None]:
 
 
 def wandb_names(folder: Path) -> dict[str, str]:
-    """The environment that gives a job its wandb run: the same again when it goes on, its sweep as the group.
+    """The environment variables that give a job one wandb run, which a resumed job continues; the sweep is its group.
 
-    A token, drawn once for a sweep's folder, tells the run from that of the same config in another folder, or elsewhere.
+    A random token per sweep folder distinguishes the run from that of the same config in another folder or on another machine.
     """
     token = folder.parent / ".token"
     if not token.exists():
@@ -101,11 +102,11 @@ def objective(summary: Mapping) -> float:
 
 
 def outcome(exit_code: int, summary: Mapping, last_line: str) -> tuple[str, str | None]:
-    """(status, error) of a process that has ended: its own word if it left one in summary.json, else its exit code's."""
+    """(status, error) of a process that has ended: from its summary.json if that has a status, else from its exit code."""
     if "status" in summary:
         return summary["status"], summary.get("error")
     if exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL):
-        return "killed", "SIGKILL: by hand, or by the system for want of memory"
+        return "killed", "SIGKILL: by hand, or by the system when memory ran out"
     if exit_code in GONE:
         return "interrupted", f"{signal.Signals(-exit_code if exit_code < 0 else exit_code - 128).name} before training"
     if exit_code < 0:
@@ -114,19 +115,19 @@ def outcome(exit_code: int, summary: Mapping, last_line: str) -> tuple[str, str 
 
 
 def read_summary(folder: Path) -> dict:
-    """summary.json, or {} where there is none; also, with a warning, where it cannot be read (cut short by a full disk)."""
+    """summary.json, or {} if there is none, or, with a warning, if it cannot be read (cut short by a full disk)."""
     path = folder / "summary.json"
     if not path.exists():
         return {}
     try:
         return read_file(path)
     except ValueError as error:
-        log.warning("%s; its run counts as not ended", error)
+        log.warning("%s; the run counts as unfinished", error)
         return {}
 
 
 def read_jobs(sweep: Path) -> list[Job]:
-    """The jobs in sweep.json, or [] where there is none. ValueError, which names the file, where it is broken."""
+    """The jobs in sweep.json, or [] if there is none. ValueError, which names the file, if it is broken."""
     path = sweep / "sweep.json"
     if not path.exists():
         return []
@@ -141,14 +142,14 @@ def accuracy(summary: Mapping) -> float | None:
 
 
 def write_json(plain: Mapping, path: Path) -> None:
-    """Whole or not at all."""
+    """Write a JSON file atomically."""
     part = path.with_suffix(f".{os.getpid()}.part")
     part.write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
     os.replace(part, path)
 
 
 def last_line(path: Path, starting: str = "") -> str:
-    """The last line of the last 4 KiB of a log that begins so, or ''."""
+    """The last line in the last 4 KiB of a log that begins with `starting`, or ''."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 4096))
@@ -159,9 +160,9 @@ def last_line(path: Path, starting: str = "") -> str:
 
 
 def halved(cfg: DictConfig, times: int) -> list[str]:
-    """Overrides under which the rows of a step are computed in 2^times as many micro-batches; [] where there are too few.
+    """Overrides that compute the rows of a step in 2^times as many micro-batches; [] if there are too few rows.
 
-    cfg: the resolved config of the whole batch. An evaluation's batches are as much smaller, and limits of their number grow.
+    cfg: the resolved config, without halvings. Evaluation batches shrink by the same factor, and limits of their number grow.
     """
     rows = (cfg.micro_batch_size or cfg.task.batch_size) >> times
     if times == 0 or rows == 0:
@@ -174,9 +175,9 @@ def halved(cfg: DictConfig, times: int) -> list[str]:
 
 
 def prepare(folder: Path, cfg: DictConfig, hydra: DictConfig, overrides: list[str]) -> None:
-    """What a report needs to place a job, also one that dies before it can write it; the job writes it again."""
+    """Write what a report needs to know about a job, in case it dies before it can do so. The job writes it again."""
     (folder / ".hydra").mkdir(parents=True, exist_ok=True)
-    if not (folder / "checkpoints" / "last.ckpt").is_file():  # else the job has written it, and what it was resumed over
+    if not (folder / "checkpoints" / "last.ckpt").is_file():  # else the job has written it, with resumed_over
         OmegaConf.save(cfg, folder / "config.yaml")
     OmegaConf.save(OmegaConf.create({"hydra": hydra}), folder / ".hydra" / "hydra.yaml")
     OmegaConf.save(OmegaConf.create(overrides), folder / ".hydra" / "overrides.yaml")
@@ -184,5 +185,5 @@ def prepare(folder: Path, cfg: DictConfig, hydra: DictConfig, overrides: list[st
 
 
 def quoted(value: str) -> str:
-    """A value that Hydra's grammar takes as it is, and OmegaConf too."""
+    """A value quoted so that Hydra's grammar and OmegaConf read it literally."""
     return QuotedString(re.sub(r"(\\*)\$\{", r"\1\1\\${", value), Quote.single).with_quotes()

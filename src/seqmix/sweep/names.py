@@ -1,9 +1,9 @@
-"""Names that follow from the config: the same job has the same folder, and the same command the same sweep.
+"""Names that follow from the config: the same job gets the same folder, and the same command the same sweep folder.
 
 outputs/sweeps/<swept keys>-<hash>/<model>-<task>-L<length>-s<seed>-<hash>/
 outputs/sweeps/model-seed-seq_len-3fa9c1d27b/mamba-selective_copy-L64-s0-8d2f6b01ce/
 
-What makes two jobs the same is the question `job` of seqmix.identity.
+seqmix.identity defines (question `job`) which settings make two jobs the same.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from seqmix.identity import checkpoint_mark, flat, matters, settings
 
-NOT_THE_SWEEP = ("n_trials", "n_jobs")  # a search that is given more trials continues in its folder
+NOT_THE_SWEEP = ("n_trials", "n_jobs")  # a search with more trials continues in its folder
 
 
 def resolved(cfg: DictConfig, folder: Path | str) -> DictConfig:
-    """The job's own part of a composed config, every interpolation resolved as for a run in `folder`."""
+    """A composed config without its `hydra` node, with every interpolation resolved as for a run in `folder`."""
     cfg = copy.deepcopy(cfg)
     with read_write(cfg.hydra), open_dict(cfg.hydra):
         cfg.hydra.runtime.output_dir = str(folder)
@@ -44,27 +44,27 @@ def resolved(cfg: DictConfig, folder: Path | str) -> DictConfig:
 
 
 def run_id(cfg: DictConfig) -> str:
-    """Ten hex digits of what makes a job the same: its resolved config, without the paths of its folder, and what the files
-    hold now that it names: the checkpoint, and those of its task (`Task.file_facts`)."""
+    """Ten hex digits that identify a job: a hash of its resolved config, without the paths of its folder, and of the files
+    that the config names: its checkpoint (by content) and the files of its task (`Task.file_facts`)."""
     own = resolved(cfg, "")
     job = settings(flat(OmegaConf.to_container(own)), "job")
     if job.get("ckpt") not in (None, "last"):
         job["ckpt"] = checkpoint_mark(Path(str(job["ckpt"])))
-    with contextlib.suppress(InstantiationException):  # a task that cannot be: its job says why
+    with contextlib.suppress(InstantiationException):  # an invalid task: its job reports why
         if files := instantiate(own.task, _convert_="all").file_facts():
             job["files"] = files
     return _digest(job)
 
 
 def run_folder(*, _root_: DictConfig) -> str:
-    """`${run_folder:}`: the folder of a job inside its sweep."""
+    """`${run_folder:}`: the name of a job's folder inside its sweep."""
     choices = _root_.hydra.runtime.choices
     parts = [choices.get("model"), choices.get("task"), f"L{_root_.task.get('seq_len')}", f"s{_root_.seed}"]
     return f"{_tame('-'.join(map(str, parts)), 80)}-{run_id(_root_)}"
 
 
 def sweep_name(*, _root_: DictConfig) -> str:
-    """`${sweep_name:}`: of what was typed, in any order, and of the defaults that it was typed over."""
+    """`${sweep_name:}`: depends on the typed overrides, in any order, and on the composed config that they change."""
     typed = OverridesParser.create().parse_overrides(list(_root_.hydra.overrides.task))
     typed = [o for o in typed if matters(o.key_or_group, "job")]
     sweeper = OmegaConf.to_container(_root_.hydra.sweeper, resolve=False)

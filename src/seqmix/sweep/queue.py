@@ -1,8 +1,8 @@
-"""The queue of a sweep: each job `python train.py ...` in a process of its own, no more at once than asked for. On Linux a
-fork server starts them, which has imported what they need; with a runner, each imports for itself.
+"""The queue of a sweep: each job runs `python train.py ...` in a process of its own, at most `n_jobs` at once. On Linux a
+fork server that has imported what jobs need starts them; with `hydra.launcher.runner` each job imports for itself.
 
-sweep.json in the sweep's folder is the record of its jobs, rewritten at each change; output.log in a job's folder is
-all that its processes have printed. The parent trains nothing and touches no GPU.
+sweep.json in the sweep's folder is the record of its jobs, rewritten at each change; output.log in a job's folder has
+all that its processes have printed. The queue's process trains nothing and uses no GPU.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from seqmix.sweep.names import resolved, run_id
 from seqmix.tracking import source_facts, source_state
 
 log = logging.getLogger(__name__)
-# of Hydra's own overrides, those that are the sweep's and not its jobs'
+# overrides of Hydra's config that concern the sweep, and are not passed to its jobs
 OF_THE_SWEEP = ("hydra.mode", "hydra.run", "hydra.sweep", "hydra.launcher", "hydra/launcher", "hydra/sweeper")
 POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class Settings:
-    """conf/hydra/launcher/queue.yaml says what each means. ValueError for one that cannot be."""
+    """The settings in conf/hydra/launcher/queue.yaml, which explains them. ValueError for an invalid one."""
 
     n_jobs: int | None
     gpus_per_job: int
@@ -98,9 +98,9 @@ class Running(NamedTuple):
 
 
 class Queue:
-    """The jobs of one sweep, in the order in which they were asked for.
+    """The jobs of one sweep, which start in the order in which they were given.
 
-    A job that is complete in its folder is skipped. An unfinished one goes on from its last.ckpt. The sweep's folder is
+    A job that is complete in its folder is skipped. An unfinished job resumes from its last.ckpt. The sweep's folder is
     locked until the last of its processes has ended, so that no two sweeps write to it.
     """
 
@@ -121,7 +121,7 @@ class Queue:
     def run(self, asked: Sequence[Sequence[str]], first_number: int) -> list[JobReturn]:
         """Run, skip or resume each of the jobs; the return value of each is what a search minimises.
 
-        SystemExit: 130 or 143 after Ctrl-C or SIGTERM, 1 where max_failures have been reached; after the table.
+        SystemExit, after the table: 130 or 143 after Ctrl-C or SIGTERM, 1 if max_failures was reached.
         """
         descriptor = lock(self.folder)
         record = self._record()
@@ -133,7 +133,7 @@ class Queue:
             stopped = self._work(unique, configs, record, descriptor, live)
         if stopped:
             table.show(self.folder, unique)
-            log.warning("%s; the same command goes on from here", stopped[1])
+            log.warning("%s; run the same command again to resume", stopped[1])
             raise SystemExit(stopped[0])
         values = {job.run_id: objective(read_summary(job.path)) for job in unique}
         return [
@@ -141,7 +141,7 @@ class Queue:
         ]
 
     def _work(self, jobs: list[Job], configs: dict, record: dict, descriptor: int, live: table.Live) -> tuple[int, str] | None:
-        """Until no job is left; or why it has stopped before: (exit code, reason)."""
+        """Run the jobs; returns None when all have ended, or (exit code, reason) if the queue stopped before."""
         waiting = [job for job in jobs if job.status == "queued"]
         running: list[Running] = []
         self._save(record)
@@ -155,7 +155,7 @@ class Queue:
                     self._save(record)
                     live.started(job)
                 if not running:
-                    return 1, f"max_failures={self.settings.max_failures} reached, {len(waiting)} jobs not started"
+                    return 1, f"max_failures={self.settings.max_failures} was reached, {len(waiting)} jobs were not started"
                 for at in [at for at in running if at.process.poll() is not None]:
                     running.remove(at)
                     self._end(at, configs[at.job.run_id][0])
@@ -167,13 +167,13 @@ class Queue:
                 time.sleep(POLL_SECONDS)
             if not received:
                 return None
-            live.say(f"stopping: {len(running)} running jobs save and end; once more to end them at once")
+            live.say(f"stopping: {len(running)} running jobs save and end; interrupt again to kill them at once")
             self._stop([at.process for at in running], received)
             for at in running:
                 self._end(at, configs[at.job.run_id][0])
                 live.ended(at.job)
             self._save(record)
-            return 128 + received[0], f"interrupted, {len(waiting)} jobs not started"
+            return 128 + received[0], f"interrupted, {len(waiting)} jobs were not started"
 
     def _compose(self, asked: Sequence[Sequence[str]], first: int, known: dict[str, Job]) -> tuple[list[Job], dict]:
         jobs, configs = [], {}
@@ -186,13 +186,13 @@ class Queue:
             if name not in configs:
                 folder = self.folder / str(cfg.hydra.sweep.subdir)
                 if owners.setdefault(str(folder), name) != name:
-                    refuse(f"hydra.sweep.subdir: {folder} would hold two runs; leave it out, or tell the runs apart in it")
+                    refuse(f"hydra.sweep.subdir: {folder} would hold two runs; leave it out, or make it distinguish the runs")
                 before = known.get(name)
                 job = Job(number, name, str(folder), list(overrides), seen=time.time())
                 job.halvings = before.halvings if before else 0
                 configs[name] = (resolved(cfg, folder), cfg.hydra)
                 jobs.append(job)
-            else:  # asked for twice
+            else:  # given twice
                 jobs.append(next(job for job in jobs if job.run_id == name))
         return jobs, configs
 
@@ -205,7 +205,7 @@ class Queue:
                 job.result, job.attempts = accuracy(summary), summary.get("job", {}).get("attempts", 0)
                 other += summary.get("source") != self.source
         if other:
-            log.warning("%d of the skipped jobs were run by other code; for new results name a new hydra.sweep.dir", other)
+            log.warning("%d skipped jobs were run by other code; to run them again, set another hydra.sweep.dir", other)
 
     def _start(self, job: Job, config: tuple[DictConfig, DictConfig], slot: int, descriptor: int) -> Running:
         cfg, hydra = config
@@ -232,7 +232,7 @@ class Queue:
         """`python *line`, with `own` in its environment. In a process group of its own, and in another session than this
         process: Ctrl-C reaches a job through this process, once."""
         env = os.environ | {PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
-        env.setdefault("OMP_NUM_THREADS", str(self.threads))  # and not MKL's own, which would part from it
+        env.setdefault("OMP_NUM_THREADS", str(self.threads))  # not MKL_NUM_THREADS, which could contradict it
         if self.forks:
             try:
                 if self.server is None:  # what libraries read when they are loaded is the same for all jobs
@@ -270,7 +270,7 @@ class Queue:
         write_json(summary, job.path / "summary.json")
 
     def _again(self, job: Job, cfg: DictConfig) -> bool:
-        """Whether it gets another process; else a failure is counted."""
+        """Whether to start the job again; if not, and it did not complete, it counts as a failure."""
         again = False
         if job.status == "oom" and self.settings.on_oom == "halve" and halved(cfg, job.halvings + 1):
             again = True
@@ -284,7 +284,7 @@ class Queue:
         return again
 
     def _stop(self, processes: list[subprocess.Popen | Child], received: list[int]) -> None:
-        """Pass the signal on and wait; a second one, or the end of the grace, kills."""
+        """Forward the signal and wait. A second signal, or the end of grace_seconds, kills the processes."""
         for process in processes:
             _signal(process, received[0])
         deadline = time.monotonic() + self.settings.grace_seconds
@@ -295,7 +295,7 @@ class Queue:
             time.sleep(POLL_SECONDS)
 
     def _record(self) -> dict:
-        """What sweep.json holds, its jobs by run_id."""
+        """The content of sweep.json, with its jobs by run_id."""
         jobs = {job.run_id: job for job in read_jobs(self.folder)}
         return {"sweep": self.folder.name, "command": _command(), "jobs": jobs}
 
@@ -305,7 +305,7 @@ class Queue:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM, noted rather than raised: no process is lost between its start and its record."""
+    """Collects Ctrl-C and SIGTERM instead of raising, so that no process is lost between its start and its record."""
     received: list[int] = []
     handlers = {
         number: signal.signal(number, lambda number, frame: received.append(number))
@@ -320,12 +320,12 @@ def _signals() -> Iterator[list[int]]:
 
 
 def _signal(process: subprocess.Popen | Child, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+    with contextlib.suppress(ProcessLookupError):  # it has already ended
         os.killpg(process.pid, number)
 
 
 def _gpus() -> list[str]:
-    """Names of the GPUs for CUDA_VISIBLE_DEVICES; counted without opening one."""
+    """The GPUs as CUDA_VISIBLE_DEVICES names them, counted without creating a context on one."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     count = torch.cuda.device_count()
     return (visible.split(",") if visible else [str(i) for i in range(count)])[:count]

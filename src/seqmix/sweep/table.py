@@ -1,4 +1,4 @@
-"""What is shown of a sweep: in a terminal a table that lives, elsewhere a line for each start and end; at last the whole.
+"""What is shown of a sweep: in a terminal a live table, elsewhere a line per start and end; after it, a table of all jobs.
 
 outputs/sweeps/model-seed-3fa9c1d27b  9/24 done, 2 running, 1 failed, 12 queued  0:02:10 < 0:03:31
 running   model=mamba seed=1   step 1450/2600 (56%), 0:00:33 left, train/loss 0.412
@@ -27,7 +27,7 @@ SHOWN = 12  # failures in the live table
 
 
 class Live:
-    """`with Live(...) as live`: told of each start and end; `refresh` as often as one likes."""
+    """`with Live(...) as live`: call `started` and `ended` for each job, and `refresh` as often as you like."""
 
     def __init__(self, folder: Path, jobs: Sequence[Job], n_jobs: int):
         self.folder, self.jobs, self.n_jobs = folder, jobs, n_jobs
@@ -43,7 +43,7 @@ class Live:
             self.live = rich.live.Live(self._draw(), console=self.console, auto_refresh=False, transient=True)
             self.live.start()
         else:
-            self.say(f"sweep {self.folder}: {self._counts()}; {self.n_jobs} at once")
+            self.say(f"sweep {self.folder}: {self._counts()}; at most {self.n_jobs} at once")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -59,7 +59,7 @@ class Live:
         self.since.pop(job.number, None)
         if job.status == "complete":
             self.took.append(job.seconds)
-        word = "again" if job.status == "queued" else job.status
+        word = "retry" if job.status == "queued" else job.status
         line = f"{word:9} {self.labels[job.run_id]}  {result(job)}  {job.seconds:.1f} s"
         if self.live is None:
             left = self._seconds_left()
@@ -96,7 +96,7 @@ class Live:
         return ", ".join(words)
 
     def _seconds_left(self) -> float | None:
-        """From the mean of the jobs that this command has completed."""
+        """Estimated from the mean duration of the jobs that this command has completed."""
         if not self.took:
             return None
         mean, now = sum(self.took) / len(self.took), time.monotonic()
@@ -105,7 +105,7 @@ class Live:
 
 
 def show(folder: Path, jobs: Sequence[Job]) -> None:
-    """One line a job, every failure with its error."""
+    """Print one line per job; a failed job with its error."""
     count = Counter(job.status for job in jobs)
     shared = " ".join(_shared(jobs))
     table = Table(
@@ -124,7 +124,7 @@ def show(folder: Path, jobs: Sequence[Job]) -> None:
 
 
 def labels(jobs: Sequence[Job]) -> dict[str, str]:
-    """run_id -> its overrides, without those that all share; the number where nothing is left."""
+    """run_id -> the overrides of the job, without those that all jobs share; if none is left, its number."""
     shared = set(_shared(jobs))
     own = {job.run_id: " ".join(o for o in job.overrides if o not in shared) or f"job {job.number}" for job in jobs}
     return {run_id: display.visible(text) for run_id, text in own.items()}
@@ -151,5 +151,5 @@ def _clock(seconds: float) -> str:
 
 
 def bad(jobs: Iterable[Job]) -> list[Job]:
-    """Those that count as failures: also one skipped with an error, and one that was not run."""
+    """The jobs that count as failures, including those that were skipped with an error or not run."""
     return [job for job in jobs if job.status not in DONE or job.error]

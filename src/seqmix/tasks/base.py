@@ -1,10 +1,10 @@
-"""A task: rows of tokens as a pure function of (seed, split, index), and the loaders that walk over the indices.
+"""A task: rows of tokens as a pure function of (seed, split, index), and the loaders that iterate over the indices.
 
-    stream of the train split   row 0, 1, 2, ...                    (train_samples: n rows, shuffled anew each pass)
+    stream of the train split   row 0, 1, 2, ...                    (train_samples: n rows, reshuffled each pass)
     step k on rank r of W       rows [(k·W + r)·B, (k·W + r + 1)·B) of that stream
 
-Nothing is drawn from a generator, so the rows do not depend on the batch size, the workers or a resume; how far a run
-has come is one number. The train stream has no end: a run is as long as trainer.max_steps, and an epoch never closes.
+Nothing is drawn from a generator, so the rows do not depend on the batch size, the workers or a resume, and one number holds
+the position of a run in the data. The train stream has no end: trainer.max_steps ends a run, and an epoch never ends.
 """
 
 import itertools
@@ -22,11 +22,11 @@ from torch.utils.data import DataLoader
 from seqmix.graphs import Graph
 from seqmix.tasks import rng
 
-IGNORE = -100  # a target that is not scored; what torch's cross_entropy leaves out
-# Batches in the train stream. A length at all, because Lightning fetches ahead from a loader that has none, and a
-# checkpoint would then count the batch in hand as seen.
+IGNORE = -100  # a target that is not scored; the default ignore_index of torch's cross_entropy
+# Batches in the train stream. It needs a length, because Lightning prefetches from a loader without one, and a checkpoint
+# would then count the prefetched batch as seen.
 ENDLESS = 1 << 40
-AHEAD_BATCHES, AHEAD_BYTES = 64, 16 << 20  # rows made at once: many small kernels cost the same for one batch as for all
+AHEAD_BATCHES, AHEAD_BYTES = 64, 16 << 20  # most made at once: many small kernels cost the same for one batch as for all
 
 shuffled = lru_cache(maxsize=2)(rng.permutation)  # a batch can straddle two passes
 
@@ -39,53 +39,53 @@ class Batch(NamedTuple):
 
 
 def whole(name: str, value: int, least: int) -> int:
-    """`value` if it is an integer of at least `least`; else a ValueError that names it."""
+    """`value`, if it is an integer of at least `least`. ValueError otherwise, with the name and the value."""
     if isinstance(value, bool) or not isinstance(value, int):
         hint = f"; write {value:.0f}" if isinstance(value, float) and value.is_integer() else ""
         raise ValueError(f"{name}={value!r} is not an integer{hint}")
     if value < least:
-        raise ValueError(f"{name}={value} < {least}, the least possible")
+        raise ValueError(f"{name}={value} < {least}, the smallest possible value")
     return value
 
 
 def string(name: str, value: str) -> str:
-    """`value` if it is a string; else a ValueError that names it."""
+    """`value`, if it is a string. ValueError otherwise, with the name and the value."""
     if not isinstance(value, str):
-        raise ValueError(f"{name}={value!r} is not a string; in quotes, as '{name}=\"{value}\"', it is one")
+        raise ValueError(f"{name}={value!r} is not a string; quote it, as in '{name}=\"{value}\"'")
     return value
 
 
 def one_of(name: str, value: str, choices: tuple[str, ...]) -> str:
-    """`value` if it is among `choices`; else a ValueError that lists them."""
+    """`value`, if it is among `choices`. ValueError otherwise, which lists them."""
     if value not in choices:
         raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}")
     return value
 
 
 def symbol_names(n: int) -> list[str]:
-    """How n symbols are drawn: letters where there are enough, else numbers."""
+    """How n symbols are printed: as letters if there are enough, else as numbers."""
     return list(LETTERS[:n]) if n <= len(LETTERS) else [str(i) for i in range(n)]
 
 
 class Task(L.LightningDataModule):
-    """What every task shares. A subclass sets the attributes below and defines `sample`, `cells`, `definition`.
+    """Base class of all tasks. A subclass sets the attributes below and defines `sample`, `cells`, `definition`.
 
-    Attributes, known once the constructor has run (lm: the chances, and token_bytes of byte pairs, after `setup`):
+    Attributes, set by the constructor (lm: the chances, and token_bytes of byte pairs, by `setup`):
         vocab_size                 V, ids are 0..V-1
-        seq_len                    L, the length of an input row, whatever the task's own key counts
-        token_bytes                None, or (V,) int64: the bytes of text each target stands for
-        chance_token_accuracy      of the best guesser that has not seen the inputs
+        seq_len                    L, the length of an input row, even if the task's key `seq_len` counts something else
+        token_bytes                None, or (V,) int64: the number of bytes of text that each token encodes
+        chance_token_accuracy      accuracy of the best guess without the inputs
         chance_sequence_accuracy   the same for a whole row
-        answer_bits                bits to be remembered for one row's answer, or None
-        vocabulary                 dict that says what the ids mean; a checkpoint is refused where it differs
+        answer_bits                bits that must be remembered for one row's answer, or None
+        vocabulary                 dict that describes what the ids mean; a checkpoint with another one is refused
 
     Args:
-        batch_size, eval_batch_size: rows a step on each rank, in training and in val/test.
+        batch_size, eval_batch_size: rows per step on each rank, in training and in val/test.
         eval_samples: rows in val, and as many in test.
         seed: of the train rows.
-        eval_seed: of the val and test rows, so that these stay while the run's seed changes.
-        train_samples: None for fresh rows for ever; n for rows 0..n-1 again and again, shuffled anew each pass.
-        num_workers: processes that make batches ahead of time; for make_on="loader" only.
+        eval_seed: of the val and test rows, so that these do not change with the run's seed.
+        train_samples: None for new rows at every step; n for repeated passes over rows 0..n-1, reshuffled each pass.
+        num_workers: processes that make batches ahead of time; only for make_on="loader".
         make_on: "device" makes the rows on the device of the model, several batches at once; "loader" makes them on the CPU.
     """
 
@@ -119,7 +119,7 @@ class Task(L.LightningDataModule):
         self.num_workers = whole("num_workers", num_workers, 0)
         self.make_on = one_of("make_on", make_on, ("device", "loader"))
         if num_workers and make_on == "device":
-            raise ValueError(f"num_workers={num_workers} have nothing to do with make_on=device; use make_on=loader")
+            raise ValueError(f"num_workers={num_workers} has no effect with make_on=device; use make_on=loader")
         self._loaders: list[Loader] = []
 
     def sample(self, split: str, index: Tensor) -> Batch:
@@ -127,15 +127,15 @@ class Task(L.LightningDataModule):
         raise NotImplementedError
 
     def cells(self, ids: list[int]) -> list[str]:
-        """How each id is drawn by `render` and `decode`."""
+        """How `render` and `decode` print each id."""
         raise NotImplementedError
 
     def definition(self) -> dict:
-        """All that decides what a row holds, but the seed: JSON-able. A run is resumed only where it is the same."""
+        """All settings that decide what a row contains, except the seed: JSON-able. A resumed run must have the same."""
         raise NotImplementedError
 
     def evaluation(self) -> dict:
-        """All that decides which rows val and test hold: JSON-able."""
+        """All settings that decide which rows val and test contain: JSON-able."""
         return self.definition() | {"eval_seed": self.eval_seed, "eval_samples": self.eval_samples}
 
     def facts(self) -> dict:
@@ -150,8 +150,8 @@ class Task(L.LightningDataModule):
         }
 
     def file_facts(self) -> list[tuple[str, int, int]]:
-        """(name, bytes, nanoseconds since 1970 at the last change) of each file of data, without reading it; [] where
-        rows are made, or the files cannot change. JSON-able. For a task that has been built, and need not be set up."""
+        """(name, bytes, nanoseconds since 1970 at the last change) of each data file, without reading it; [] if the rows
+        are generated, or if the files cannot change. JSON-able. Works before `setup`."""
         return []
 
     def eval_rows(self, split: str) -> int:
@@ -182,14 +182,14 @@ class Task(L.LightningDataModule):
 
     @property
     def device(self) -> torch.device:
-        """Where rows are made."""
+        """The device on which rows are made."""
         here = self.make_on == "loader" or self.trainer is None
         return torch.device("cpu") if here else self.trainer.strategy.root_device
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
         if batch.inputs.device == device:
             return batch
-        if device.type == "cuda":  # from pinned memory the copy waits for nothing
+        if device.type == "cuda":  # the host does not wait for a copy from pinned memory
             batch = Batch(*(part.pin_memory() for part in batch))
         return Batch(*(part.to(device, non_blocking=True) for part in batch))
 
@@ -205,7 +205,7 @@ class Task(L.LightningDataModule):
         self._loaders.clear()
 
     def __getstate__(self) -> dict:
-        return self.__dict__ | {"trainer": None, "_loaders": []}  # what a worker that is not forked needs
+        return self.__dict__ | {"trainer": None, "_loaders": []}  # a spawned worker gets a copy without these
 
     # Checkpoints
 
@@ -213,18 +213,18 @@ class Task(L.LightningDataModule):
         return {"vocabulary": self.vocabulary}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Refuses, by a ValueError, a checkpoint whose ids mean something else."""
+        """ValueError for a checkpoint whose ids have other meanings."""
         refuse_change("vocabulary", state_dict["vocabulary"], self.vocabulary)
 
-    # Drawings
+    # Text
 
     def decode(self, ids: Tensor | list[int]) -> str:
-        """Text of some ids: (n,) int64 or a list."""
+        """The text of some ids, which are (n,) int64 or a list."""
         cells = self.cells(torch.as_tensor(ids).tolist())
         return ("" if all(len(cell) == 1 for cell in cells) else " ").join(cells)
 
     def render(self, batch: Batch, row: int = 0) -> str:
-        """One row drawn, inputs over targets over the loss mask, wrapped to the width of the terminal."""
+        """One row as text: inputs, targets and the loss mask, one below the other, wrapped to the width of the terminal."""
         inputs, targets = batch.inputs[row].tolist(), batch.targets[row].tolist()
         scored = [target != IGNORE for target in targets]
         lines = {
@@ -253,9 +253,9 @@ class Task(L.LightningDataModule):
 
 
 class Loader:
-    """Batches of an evaluation split: rank r of W has the rows r, r + W, r + 2W, ..., none twice, none padded.
+    """Batches of an evaluation split: rank r of W has the rows r, r + W, r + 2W, ..., without repeated or padded rows.
 
-    Iterating yields `Batch`, on the device that makes the rows; the last one may be short. It starts anew each time.
+    Iterating yields `Batch`, on the device that makes the rows; the last one may be short. Each iteration starts over.
     """
 
     def __init__(self, task: Task, split: str, rank: int, world_size: int):
@@ -272,7 +272,7 @@ class Loader:
         return len(range(self.rank, rows, self.world_size))
 
     def index(self, k: int, count: int = 1) -> Tensor:
-        """The rows of batch k and of the `count - 1` batches after it, one after another. (count · B,) int64."""
+        """The row numbers of batch k and the `count - 1` batches after it, concatenated. (count · B,) int64."""
         B = self.task.eval_batch_size
         return torch.arange(k * B, min((k + count) * B, self._rows())) * self.world_size + self.rank
 
@@ -280,7 +280,7 @@ class Loader:
         return self.task.sample(self.split, self.index(k))
 
     def order(self) -> Iterator[int]:
-        """The numbers of the batches still to come."""
+        """The numbers of the remaining batches."""
         return iter(range(len(self)))
 
     def __iter__(self) -> Iterator[Batch]:
@@ -295,12 +295,12 @@ class Loader:
                 sampler=_Order(self),
                 num_workers=self.task.num_workers,
                 persistent_workers=True,
-                generator=torch.Generator(),  # or it would draw from the global one, and shift every dropout mask
+                generator=torch.Generator(),  # else it draws from the global one, which changes the dropout masks
             )
         return iter(self._workers)
 
     def _made_ahead(self) -> Iterator[Batch]:
-        """Several batches are made at once and handed out as views."""
+        """Makes several batches at once and yields them as views."""
         order, device = self.order(), self.task.device
         B = len(self.index(0))
         at_once = max(1, min(AHEAD_BATCHES, AHEAD_BYTES // (2 * 8 * self.task.seq_len * B)))
@@ -309,14 +309,14 @@ class Loader:
             yield from map(Batch, *(part.split(B) for part in made))
 
     def _sample(self, index: Tensor, device: torch.device) -> Batch:
-        if device.type == "cuda":  # else the copy would wait for all that is queued on the device
+        if device.type == "cuda":  # else the copy would wait for all work queued on the device
             index = index.pin_memory().to(device, non_blocking=True)
         return self.task.sample(self.split, index)
 
     def close(self) -> None:
-        """Ends the workers; the next iteration starts new ones."""
+        """End the workers; the next iteration starts new ones."""
         if self._workers is not None and self._workers._iterator is not None:
-            self._workers._iterator._shutdown_workers()  # as Lightning does; without it they live until collected
+            self._workers._iterator._shutdown_workers()  # as Lightning does; else they live until garbage collection
         self._workers = None
 
     def __getstate__(self) -> dict:
@@ -324,15 +324,15 @@ class Loader:
 
 
 class TrainLoader(Loader):
-    """Batches of the train stream, without an end. Iterating goes on from where the last iteration was left.
+    """Batches of the train stream, which has no end. An iteration continues where the last one stopped.
 
-    Its state is how many rows all ranks have been given, counted as they are handed out, not as they are prefetched:
-    Lightning saves it with the fit loop and loads it before the first batch of a resumed run.
+    The loader's state is the number of rows that all ranks have received; prefetched rows do not count. Lightning saves it
+    with the fit loop and loads it before the first batch of a resumed run.
     """
 
-    done: int = 0  # batches handed out
-    asked_at: float = 0.0  # when the last batch was asked for, by time.perf_counter
-    given_at: float = 0.0  # when it was there, or its making was queued on the device
+    done: int = 0  # batches yielded
+    asked_at: float = 0.0  # time.perf_counter when the last batch was requested
+    given_at: float = 0.0  # time.perf_counter when it was ready, or its making was queued on the device
     _graph: Graph | None = None
 
     def __len__(self) -> int:
@@ -362,11 +362,11 @@ class TrainLoader(Loader):
             yield batch
 
     def _sample(self, index: Tensor, device: torch.device) -> Batch:
-        """On a GPU the many small kernels that make rows are one CUDA graph, from the second time on."""
+        """On a GPU the many small kernels that make rows are replayed as one CUDA graph from the second call on."""
         if self._graph is not None:
             return self._graph(index.pin_memory())
         made = super()._sample(index, device)
-        # a run without CUDA graphs (cuda_graph=off) has none here, either
+        # cuda_graph=off also applies here
         if device.type == "cuda" and getattr(self.task.trainer.lightning_module, "cuda_graph", None) == "auto":
             self._graph = Graph(partial(self.task.sample, self.split), index.to(device))
         return made
@@ -382,19 +382,19 @@ class TrainLoader(Loader):
         return {"rows": self.done * self.world_size * self.task.batch_size, "stream": self._stream()}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Refuses, by a ValueError, a checkpoint of other rows, or a batch that does not divide those already seen."""
+        """ValueError for a checkpoint of a run on other rows, or if the batch does not divide the rows already seen."""
         refuse_change("data", state_dict["stream"], self._stream())
         step = self.world_size * self.task.batch_size
         if state_dict["rows"] % step:
             raise ValueError(
                 f"the checkpoint has seen {state_dict['rows']} rows, no multiple of batch_size={self.task.batch_size}"
-                f" on {self.world_size} ranks"
+                f" times {self.world_size} ranks"
             )
         self.done = state_dict["rows"] // step
 
 
 class _Order:
-    """The sampler of the workers: asks its loader anew each time where to start."""
+    """The sampler of the workers. Each iteration starts at the position of its loader."""
 
     def __init__(self, loader: Loader):
         self.loader = loader
@@ -404,7 +404,7 @@ class _Order:
 
 
 def refuse_change(what: str, then: dict, now: dict) -> None:
-    """ValueError that names each entry in which a checkpoint (`then`) and this run (`now`) differ."""
+    """ValueError, which names each difference, if a checkpoint (`then`) and this run (`now`) differ."""
     changed = [
         f"{key}={then.get(key)!r} in the checkpoint, {now.get(key)!r} now"
         for key in {**then, **now}

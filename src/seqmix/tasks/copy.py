@@ -1,7 +1,7 @@
 """Copying after a fixed delay (Arjovsky, Shah & Bengio 2016, arXiv 1511.06464, section 4.1; Gu et al. 2022's S4 code).
 
-The answer stands at the same distance from its token in every row, so a fixed, time-invariant filter that is long
-enough solves it: what is asked of the model is memory, not selection.
+Each token has the same distance from its answer in every row, so a fixed, time-invariant filter that is long enough
+solves the task. It tests memory, not selection.
 """
 
 import math
@@ -22,8 +22,8 @@ class Copy(Task):
         targets             cfad
         loss                ^^^^
 
-    The same with variant="markers" (< begins the row, | asks for the answer) and variant="delay" (no marker at all:
-    each output is the token of M steps before, for as long as the row goes on):
+    The same with variant="markers" (< begins the row, | asks for the answer) and variant="delay" (no markers: each
+    output is the token M steps before, until the end of the row):
 
         inputs  <cfad······|····
         targets             cfad
@@ -41,8 +41,8 @@ class Copy(Task):
     The S4 paper's code has n_tokens=1024, n_symbols=62, seq_len=2048 (no blanks).
 
     Args (the others are those of `Task`):
-        n_tokens: M, tokens to hold.
-        n_symbols: ids they are drawn from, uniformly.
+        n_tokens: M, tokens to remember.
+        n_symbols: number of ids that they are drawn from, uniformly.
         seq_len: length of the whole row.
         variant: "s4", "markers" or "delay".
     """
@@ -79,7 +79,7 @@ class Copy(Task):
         self.variant = one_of("variant", variant, ("s4", "markers", "delay"))
         least = {"s4": 2 * M, "markers": 2 * M + 2, "delay": M + 1}[variant]
         if L < least:
-            raise ValueError(f"seq_len={L} < {least}, what n_tokens={M} needs in all with variant={variant}")
+            raise ValueError(f"seq_len={L} < {least}, the length that n_tokens={M} needs with variant={variant}")
 
         names = {"s4": ["·", *symbol_names(n), "|"], "markers": ["·", *symbol_names(n), "<", "|"]}
         self._names = names.get(variant, symbol_names(n))
@@ -93,7 +93,7 @@ class Copy(Task):
         answer = L - M if variant == "delay" else M
         self.chance_token_accuracy = 1 / n
         self.chance_sequence_accuracy = float(n) ** -answer
-        self.answer_bits = M * math.log2(n)  # delay: as much must be held at any one time
+        self.answer_bits = M * math.log2(n)  # delay: this much must be held at any time
 
     def definition(self) -> dict:
         return {

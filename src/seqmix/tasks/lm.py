@@ -1,4 +1,4 @@
-"""Language modelling: say the next token, on text cut into train, val and test before anything else is done to it."""
+"""Language modelling: predict the next token of a text that is cut into train, val and test before any other processing."""
 
 import hashlib
 import io
@@ -13,14 +13,14 @@ from seqmix.tasks import corpus, rng
 from seqmix.tasks.base import IGNORE, Batch, Task, one_of, string, whole
 from seqmix.tasks.token_file import TokenFile
 
-ON_DEVICE = 1 << 30  # bytes of token ids that are copied to the accelerator; more stay in main memory
+ON_DEVICE = 1 << 30  # up to so many bytes of token ids are copied to the accelerator; more stay in main memory or their file
 CHUNK = 1 << 20  # characters encoded at a time
-CHECKED = 1 << 16  # tokens checked and counted at a time: so few that what is freed leaves no mark on the run's peak memory
-KINDS = {"uint8": 0xFF, "int16": 0xFFFF, "int32": 0xFFFFFFFF, "int64": -1}  # how ids are kept, and what to mask
+CHECKED = 1 << 16  # tokens checked and counted at a time: few enough to not raise the run's peak memory
+KINDS = {"uint8": 0xFF, "int16": 0xFFFF, "int32": 0xFFFFFFFF, "int64": -1}  # dtypes of stored ids, and the mask when widened
 
 
 class LanguageModeling(Task):
-    """Text in windows of seq_len tokens; each target is the token that follows, and every one is scored.
+    """Text in windows of seq_len tokens; each target is the next token, and every target is scored.
 
     A window of "To be, or not to be" with seq_len=9:
 
@@ -29,31 +29,31 @@ class LanguageModeling(Task):
         loss    ^^^^^^^^^
 
     The text is cut by position into three regions of lengths `split`, and no window crosses a cut. A train row starts
-    anywhere in the train region, by a hash of its number. The val and test rows are windows that do not overlap: one
-    row's last target is the next row's first input, so that every token but the first is a target once; the last window
-    is filled up with targets that are not scored. If eval_samples is less than there are windows, that many are
-    taken, evenly spread.
+    anywhere in the train region, at a hash of its number. The val and test rows are windows that do not overlap: one
+    row's last target is the next row's first input, so that every token but the first is a target once. The last window
+    is padded with targets that are not scored. If there are more windows than eval_samples, that many are used, evenly
+    spaced.
 
-    tokenizer="byte": ids are bytes, whatever the encoding, vocab_size=256. tokenizer="bpe": byte-level byte pairs,
-    trained on the train region alone to vocab_size ids. Both can spell any text, so no token is ever unknown.
+    tokenizer="byte": ids are bytes in any encoding, vocab_size=256. tokenizer="bpe": byte-level byte pairs, trained on
+    the train region only, to vocab_size ids. Both can encode any text, so there is no unknown token.
     tokenizer="ids": the source is .bin (little-endian, of `dtype`) or .npy files, which hold ids below vocab_size.
-    UTF-8 byte-order marks are dropped; line ends stay as they are. Between two files stands a newline.
+    UTF-8 byte-order marks are dropped; line ends stay as they are. Files are joined by a newline.
 
     Args (the others are those of `Task`, without eval_seed; train_samples counts windows):
-        source: what to read, see `seqmix.tasks.corpus`. wikitext-103 keeps its own val and test: `split` is not used.
+        source: what to read, see `seqmix.tasks.corpus`. wikitext-103 has its own val and test, so `split` is not used.
         tokenizer: "byte", "bpe" or "ids".
         vocab_size: number of ids.
         seq_len: L, tokens in a row.
         split: the shares of train, val and test.
         max_bytes: read no more of the source than this; None for all of it.
-        text_field: the entry of a JSON line, or of a row of the hub, that is text.
-        encoding: of files, where they are read as text: tokenizer="bpe", and JSON lines.
+        text_field: the entry of a JSON line, or of a row of a hub data set, that holds the text.
+        encoding: of files that are decoded as text: with tokenizer="bpe", and JSON lines.
         dtype: of .bin files.
 
     Raises:
-        ValueError: by name and number, for settings that cannot be, in the constructor; for data that do not fit them
-            (too short, of one symbol, ids out of range, bytes that are not text) or are damaged, in `setup`.
-        OSError, ImportError: for data that cannot be read or fetched, in `setup`.
+        ValueError: in the constructor, with name and value, for invalid settings; in `setup`, for data that do not fit the
+            settings (too short, of one symbol, ids out of range, bytes that are not text) or are damaged.
+        OSError, ImportError: in `setup`, for data that cannot be read or fetched.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class LanguageModeling(Task):
             eval_batch_size=eval_batch_size,
             eval_samples=eval_samples,
             seed=seed,
-            eval_seed=0,  # the windows of val and test lie where they lie
+            eval_seed=0,  # has no effect: the windows of val and test have fixed positions
             train_samples=train_samples,
             num_workers=num_workers,
             make_on=make_on,
@@ -101,13 +101,13 @@ class LanguageModeling(Task):
         if not good:
             raise ValueError(f"split={split!r} is not three positive shares that sum to 1")
         if tokenizer == "byte" and vocab_size != 256:
-            raise ValueError(f"vocab_size={vocab_size}, but bytes are 256; a larger vocabulary is tokenizer=bpe")
+            raise ValueError(f"vocab_size={vocab_size}, but there are 256 bytes; use tokenizer=bpe for a larger vocabulary")
         if tokenizer == "bpe" and vocab_size <= 256:
-            raise ValueError(f"vocab_size={vocab_size} <= 256, the bytes that tokenizer=bpe begins with")
+            raise ValueError(f"vocab_size={vocab_size} <= 256, the number of bytes that tokenizer=bpe starts with")
         try:
             "".encode(encoding)
         except LookupError as error:
-            raise ValueError(f"encoding={encoding!r} is no encoding of text that Python knows") from error
+            raise ValueError(f"encoding={encoding!r} is not a text encoding that Python knows") from error
         self.vocabulary = {"size": vocab_size, "tokenizer": tokenizer}
         if tokenizer == "byte":
             self.token_bytes = torch.ones(256, dtype=torch.int64)
@@ -118,7 +118,7 @@ class LanguageModeling(Task):
         self._bpe = None
 
     def _check_source(self) -> list[str]:
-        """What can be said of the source without reading it: the files it names."""
+        """Check the source without reading it; returns the files that it names."""
         name = self.source.removeprefix("hf:")
         if self.source in ("shakespeare", "python") or name != self.source:
             if self.tokenizer == "ids":
@@ -128,7 +128,7 @@ class LanguageModeling(Task):
                     f"source={self.source!r} is not hf:OWNER/NAME or one of {', '.join((*corpus.HUB, *corpus.ZIPS))}"
                 )
             if name == "fineweb-edu" and self.max_bytes is None:
-                raise ValueError(f"source={self.source!r} is some 50 GB; say how much of it: max_bytes=1000000000")
+                raise ValueError(f"source={self.source!r} is some 50 GB; set how much to read, as in max_bytes=1000000000")
             return []
         files = corpus.find(self.source)
         if corpus.holds_ids(files) and self.tokenizer != "ids":
@@ -143,7 +143,7 @@ class LanguageModeling(Task):
     # Reading
 
     def prepare_data(self) -> None:
-        """Fetches and tokenises on one process a machine, so that the others find both in the cache."""
+        """Fetch and tokenise in one process per machine, so that the others find the results in the cache."""
         self._read()
 
     def setup(self, stage: str) -> None:
@@ -155,27 +155,27 @@ class LanguageModeling(Task):
         self._tokens, facts = self._read_ids() if self.tokenizer == "ids" else self._read_text()
         total = sum(len(tokens) for tokens in self._tokens.values())
         if total <= self.seq_len:
-            raise ValueError(f"source={self.source!r} has {total} tokens < {self.seq_len + 1} (seq_len and one more)")
+            raise ValueError(f"source={self.source!r} has {total} tokens < {self.seq_len + 1} (seq_len + 1)")
         for split, tokens in self._tokens.items():
             least = self.seq_len + 1 if split == "train" else 2
             if len(tokens) < least:
                 raise ValueError(
                     f"the {split} region has {len(tokens)} tokens < {least}"
-                    + (f" (seq_len={self.seq_len} and one more)" if split == "train" else ", an input and a target")
+                    + (f" (seq_len={self.seq_len}, plus 1)" if split == "train" else ", an input and a target")
                     + f"; source={self.source!r} has {total} in all, split={self.split}"
                 )
         counts = sum(torch.bincount(chunk, minlength=self.vocab_size) for chunk in self._chunks("train"))
         if counts.count_nonzero() == 1:
             one = int(counts.argmax())
             raise ValueError(
-                f"the train region of source={self.source!r} is token {one} {self.decode([one])!r} throughout: "
+                f"the train region of source={self.source!r} consists of token {one} {self.decode([one])!r} only: "
                 "nothing can be learned from it"
             )
         self.chance_token_accuracy = counts.max().item() / counts.sum().item()
         self.chance_sequence_accuracy = self.chance_token_accuracy**self.seq_len
         self._facts = facts | {"tokens": {split: len(tokens) for split, tokens in self._tokens.items()}}
         if sum(tokens.nbytes for tokens in self._tokens.values()) > ON_DEVICE:
-            self.make_on = "loader"  # gathered in main memory, by workers if there are any
+            self.make_on = "loader"  # rows are gathered in main memory, by workers if there are any
 
     def _read_text(self) -> tuple[dict[str, Tensor], dict]:
         texts = corpus.read(self.source, self.max_bytes, self.text_field, self.encoding)
@@ -203,7 +203,7 @@ class LanguageModeling(Task):
         digest = hashlib.sha256(self._bpe.to_str().encode()).hexdigest()
         self.token_bytes = torch.tensor(
             [len(self._bpe.id_to_token(i)) for i in range(self.vocab_size)]
-        )  # a char a byte
+        )  # one character per byte
         self.vocabulary |= {"sha256": digest}
         return {split: self._encoded(words[split], digest) for split in rng.SPLITS}, facts
 
@@ -213,7 +213,7 @@ class LanguageModeling(Task):
         return {"train": whole_text[:first], "val": whole_text[first:second], "test": whole_text[second:]}
 
     def _encoded(self, text: str, digest: str) -> TokenFile:
-        """The ids of a text, from the cache where they are there."""
+        """The ids of a text, from the cache if they are in it."""
         mark = hashlib.sha256(text.encode() + digest.encode()).hexdigest()[:32]
         kept = corpus.cache_folder() / f"ids-{mark}.npy"
         if not kept.exists():
@@ -224,7 +224,7 @@ class LanguageModeling(Task):
         return TokenFile.of(str(kept), self.dtype)
 
     def _read_ids(self) -> tuple[dict[str, Tensor | TokenFile], dict]:
-        """One token file stays where it is; several are read and joined in memory."""
+        """A single token file is read in place; several are read and joined in memory."""
         files = [TokenFile.of(file, self.dtype) for file in self._files]
         ids = files[0] if len(files) == 1 else np.concatenate([np.asarray(file) for file in files])
         if self.max_bytes is not None:
@@ -243,7 +243,7 @@ class LanguageModeling(Task):
         return parts if len(files) == 1 else {split: as_tensor(part) for split, part in parts.items()}, facts
 
     def _place(self, files: list[TokenFile], token: int) -> tuple[str, int]:
-        """The name of the file in which a token of all of them is, and its number there."""
+        """The file that contains a token, which is numbered over all files, and the token's number in that file."""
         for file in files:
             if token < len(file):
                 break
@@ -282,7 +282,7 @@ class LanguageModeling(Task):
         return ids.long() & KINDS[str(ids.dtype).removeprefix("torch.")]
 
     def _on(self, device: torch.device) -> dict[str, Tensor | TokenFile]:
-        """The tokens on a device, copied there once; where they are too many, the ones in main memory or in their file."""
+        """The tokens on a device, copied there once. If there are too many, those in main memory or in their file."""
         if device.type == "cpu" or sum(tokens.nbytes for tokens in self._tokens.values()) > ON_DEVICE:
             return self._tokens
         if str(device) not in self._moved:
@@ -296,7 +296,7 @@ class LanguageModeling(Task):
     def __getstate__(self) -> dict:
         return super().__getstate__() | {"_moved": {}}
 
-    # Words about it
+    # Facts and text
 
     def definition(self) -> dict:
         return {
@@ -336,14 +336,14 @@ class LanguageModeling(Task):
 
 
 def pack(ids: np.ndarray, vocab_size: int) -> np.ndarray:
-    """ids in the smallest type that holds vocab_size of them; ValueError where one is none of them."""
+    """ids in the smallest dtype that holds 0..vocab_size-1. ValueError for other ids."""
     if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
         raise ValueError(f"ids from {ids.min()} to {ids.max()} are not in 0..vocab_size={vocab_size}")
     return ids.astype(next(kind for kind in (np.uint8, np.uint16, np.int32) if vocab_size - 1 <= np.iinfo(kind).max))
 
 
 def as_tensor(ids: np.ndarray | Tensor | TokenFile) -> Tensor:
-    """The ids in a type that torch can index, without a copy if they are in memory; unsigned ones are masked when widened."""
+    """The ids in a dtype that torch can index, without a copy if they are in memory. `_widen` masks unsigned ids."""
     ids = np.asarray(ids)
     ids = ids if ids.dtype.isnative else ids.astype(ids.dtype.newbyteorder("="))
     kind = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}[ids.itemsize]
@@ -351,7 +351,7 @@ def as_tensor(ids: np.ndarray | Tensor | TokenFile) -> Tensor:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """The text in pieces of about CHUNK characters, each ending with a line where there is one."""
+    """The text in pieces of about CHUNK characters, each ending at a line end if there is one."""
     start = 0
     while start < len(text):
         stop = text.rfind("\n", start, start + CHUNK) + 1 if start + CHUNK < len(text) else len(text)
@@ -361,7 +361,7 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def trained(text: str, vocab_size: int):
-    """A byte-level BPE tokenizer learnt from this text; kept in the cache. ValueError if it has too few pairs."""
+    """A byte-level BPE tokenizer trained on this text, and kept in the cache. ValueError if the text has too few pairs."""
     try:
         import tokenizers
     except ImportError as error:
@@ -372,7 +372,7 @@ def trained(text: str, vocab_size: int):
         try:
             return tokenizers.Tokenizer.from_file(str(kept))
         except Exception as error:  # tokenizers raises no other class
-            raise ValueError(f"{kept} is damaged: {error}; remove it, and it is made again") from error
+            raise ValueError(f"{kept} is damaged: {error}; remove the file, and it will be made again") from error
     learnt = tokenizers.Tokenizer(tokenizers.models.BPE())
     words = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     learnt.decoder = tokenizers.decoders.ByteLevel()
@@ -381,8 +381,8 @@ def trained(text: str, vocab_size: int):
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    # The time it takes grows with the square of the longest word, and text without spaces can be one word: of words that
-    # are longer than any of a natural language, pairs are learnt from parts.
+    # Training time grows with the square of the longest word, and text without spaces can be one word. So words that are
+    # longer than those of any natural language are split for training.
     parts = tokenizers.pre_tokenizers.Split(tokenizers.Regex(".{256}"), "isolated")
     learnt.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([words, parts])
     learnt.train_from_iterator(pieces(text), trainer)

@@ -1,7 +1,7 @@
 """Selective copying: pick the data tokens out of the noise, in order (Gu & Dao 2023, arXiv 2312.00752, section 4.1.1).
 
-Unlike in plain copying the gaps differ from row to row, so no fixed, time-invariant filter can do it: a model must
-look at a token to know whether to keep it.
+Unlike in plain copying the gaps differ from row to row, so no fixed, time-invariant filter can solve the task: whether a
+model keeps a token must depend on the token.
 """
 
 import math
@@ -16,7 +16,7 @@ SYMBOLS, PLACES, NOISE = range(3)  # random streams of a row
 
 
 class SelectiveCopy(Task):
-    """M tokens lie among noise; when the marker comes, say them in order. Only the answer is scored.
+    """M tokens lie among noise; after the marker the model must output them in order. Only the answer is scored.
 
     Row 0 of n_tokens=4, n_symbols=6, seq_len=16 (seed 0): · noise, letters symbols, | marker
 
@@ -24,7 +24,7 @@ class SelectiveCopy(Task):
         targets                 cfad
         loss                    ^^^^
 
-    What the three sources mean by the same words (they agree on little; see the fields):
+    The three sources define the task differently:
 
         variant   seq_len counts       tokens lie                                  query                 row length
         mamba     noise and tokens     anywhere, every subset as likely            M markers             seq_len + M
@@ -32,16 +32,17 @@ class SelectiveCopy(Task):
         mad       the whole row        each noise token before a random token,     one marker, M noise   seq_len
                                        so the last one before the query is data
 
-    Ids: mamba and s4: noise, symbols, marker; mad: symbols, noise, marker. The Mamba paper says neither what asks for
-    the answer nor whether its 16 ids hold the marker: 16 with it is n_symbols=14, as s4 and mad-lab have it, and 16
-    without any is n_symbols=15, marker=none. The paper's size is seq_len=4096, n_tokens=16; mad-lab's is 256 and 16.
+    The order of ids is noise, symbols, marker in mamba and s4, and symbols, noise, marker in mad. The Mamba paper states
+    neither what the query is nor whether its 16 ids include a marker: 16 ids with a marker are n_symbols=14, as in s4 and
+    mad-lab, and 16 ids without one are n_symbols=15, marker=none. The paper's size is seq_len=4096, n_tokens=16; mad-lab's
+    is 256 and 16.
 
     Args (the others are those of `Task`):
-        n_tokens: M, data tokens in a row.
-        n_symbols: data ids they are drawn from, uniformly.
-        seq_len: length, counted as the table says.
-        n_noise: noise ids. 1 is a blank; more are random distractors, told from data only by their ids.
-        marker: "repeat" over the whole answer (s4), "once" and then noise (mad-lab), "none": the model must count;
+        n_tokens: M, data tokens per row.
+        n_symbols: number of data ids that they are drawn from, uniformly.
+        seq_len: length, which counts what the table shows.
+        n_noise: number of noise ids. 1 is a blank; more are random distractors, which differ from data only by their ids.
+        marker: "repeat" over the whole answer (s4), "once" and then noise (mad-lab), or "none": the model must count.
             "auto" is the variant's own.
         variant: "mamba", "s4" or "mad".
     """
@@ -87,11 +88,11 @@ class SelectiveCopy(Task):
         self.span = {"mamba": seq_len, "s4": seq_len + M, "mad": seq_len - query}[variant]  # positions before the query
         if M > self.span:
             room = f" ({self.span} positions before the query)" if variant == "mad" else ""
-            raise ValueError(f"n_tokens={M} > seq_len={seq_len}{room}: there is no place for the tokens")
+            raise ValueError(f"n_tokens={M} > seq_len={seq_len}{room}: there is no room for the tokens")
         self.seq_len = self.span + query
 
         self.first_noise, self.first_symbol = (n, 0) if variant == "mad" else (0, n_noise)
-        self.marker_id = n + n_noise  # not an id where there is no marker
+        self.marker_id = n + n_noise  # not an id if there is no marker
         self.vocab_size = n + n_noise + (self.marker != "none")
         self.vocabulary = {
             "size": self.vocab_size,
@@ -139,10 +140,10 @@ class SelectiveCopy(Task):
         return Batch(inputs, targets)
 
     def _places(self, keys: Tensor) -> Tensor:
-        """Where the tokens lie, ascending. (B,) keys to (B, M) int64."""
+        """The positions of the tokens, ascending. (B,) keys to (B, M) int64."""
         M, S = self.n_tokens, self.span
         if self.variant != "mad":
             return rng.subset(keys, M, S, PLACES)
-        before = rng.integers(keys, S - M, M, PLACES).sort(1).values  # (B, S - M): the token each noise token precedes
+        before = rng.integers(keys, S - M, M, PLACES).sort(1).values  # (B, S - M): the token after each noise token
         order = torch.arange(M, device=keys.device).expand(len(keys), M)  # (B, M)
         return order + torch.searchsorted(before, order.contiguous(), right=True)

@@ -1,7 +1,7 @@
 """Token ids that stay in their file and are read a window at a time.
 
-They are not mapped into memory. Pages of a mapped file count as memory of the process, and of each of its workers; and
-where such a file is cut short, or its disk cannot be read, the system ends the process without a message (SIGBUS).
+The file is not mapped into memory. Pages of a mapped file count as memory of the process and of each of its workers. And if
+such a file is cut short or its disk cannot be read, the system ends the process without a message (SIGBUS).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from seqmix.tasks import corpus
 
 
 class Opened:
-    """A file, open for as long as something refers to it; so it may be removed or replaced by another meanwhile.
+    """A file that stays open as long as something refers to this object, so its name may be removed or replaced meanwhile.
 
-    ValueError where it is written to. A process that it is sent to opens it by its name.
+    Reads raise ValueError once the file has been written to. When pickled to another process, it is opened again by name.
     """
 
     def __init__(self, path: str, stamp: tuple[int, int] | None = None):
@@ -42,12 +42,12 @@ class Opened:
             raise ValueError(f"{self.path} has changed since this run began to read it")
 
     def read_into(self, out: np.ndarray, offset: int) -> None:
-        """Fill `out`, (n,) uint8, from `offset` on, wherever other readers of the file are."""
+        """Fill `out`, (n,) uint8, from `offset` on, independently of other readers of the file."""
         view = memoryview(out)
         while view:
             count = os.preadv(self.number, [view], offset)
             if count == 0:
-                raise ValueError(f"{self.path} has ended at byte {offset}: it was cut while this run read it")
+                raise ValueError(f"{self.path} ends at byte {offset}: it was cut while this run read it")
             view, offset = view[count:], offset + count
 
 
@@ -55,7 +55,7 @@ class Opened:
 class TokenFile:
     """The ids of a .bin or .npy file, (n,) integers of `kind`, or a slice of them. `np.asarray` reads them all.
 
-    ValueError, with the file's name, where it holds something else or is damaged.
+    ValueError, with the file's name, if it holds something else or is damaged.
     """
 
     file: Opened
@@ -66,7 +66,7 @@ class TokenFile:
 
     @classmethod
     def of(cls, path: str, dtype: str) -> TokenFile:
-        """dtype: of the ids in a .bin file, which are little-endian; a .npy file says so itself."""
+        """dtype: of the ids in a .bin file, which are little-endian; a .npy file records its own dtype."""
         file = Opened(path)
         size, _ = file.stamp
         head = np.empty(min(size, corpus.HEAD), np.uint8)
@@ -74,11 +74,11 @@ class TokenFile:
         begun = corpus.format_of(path, head.tobytes())
         if corpus.suffix(path) == ".npy" and begun == "NumPy":
             try:
-                ids = np.load(path, mmap_mode="r")  # reads the header, and looks whether as much follows as it says
+                ids = np.load(path, mmap_mode="r")  # checks the header, and the size against it
             except (ValueError, EOFError, OSError) as error:
                 raise ValueError(f"{path} is not a whole NumPy array of integers: {error}") from error
             if ids.ndim != 1 or ids.dtype.kind not in "iu":
-                raise ValueError(f"{path} holds {ids.dtype} of shape {ids.shape}, not one line of integers")
+                raise ValueError(f"{path} holds {ids.dtype} of shape {ids.shape}, not a one-dimensional array of integers")
             return cls(file, ids.dtype, ids.offset if len(ids) else 0, len(ids))
         if begun is not None:
             raise ValueError(f"{path} holds {begun} data and not bare token ids; unpack, rename or fetch it first")
@@ -106,7 +106,7 @@ class TokenFile:
         return self._read([0], self.n)[0].astype(dtype or self.kind, copy=False)
 
     def windows(self, start: Sequence[int], length: int) -> np.ndarray:
-        """The `length` ids from each start on; after the end, the last id again. (B, length) int64."""
+        """`length` ids from each start on; past the end the last id is repeated. (B, length) int64."""
         return self._read(start, length).astype(np.int64)
 
     def _read(self, start: Sequence[int], length: int) -> np.ndarray:
