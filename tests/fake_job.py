@@ -24,6 +24,8 @@ def facts(path):
     found |= {"asked": torch.get_num_threads(), "before": len(os.listdir("/proc/self/task"))}
     torch.nn.Linear(512, 512)(torch.ones(4096, 512)).exp().sum().backward()
     found |= {"after": len(os.listdir("/proc/self/task"))}
+    if torch.cuda.is_available():
+        torch.ones(1, device="cuda").item()
     Path(path).write_text(json.dumps(found))
 
 

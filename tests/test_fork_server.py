@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import multiprocessing
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -47,10 +48,17 @@ def end(how):
                 print(pool.map(abs, [-1, -2]), flush=True)
         case "C":
             os.write(1, b"one "), os.write(2, b"two\n")
+        case "signal":
+            signal.signal(signal.SIGUSR1, lambda *_: print("noted", flush=True))
+            pipes = [os.pipe2(os.O_NONBLOCK) for _ in range(8)]
+            os.kill(os.getpid(), signal.SIGUSR1)
+            print("quiet" if not select.select([at for at, _ in pipes], [], [], 0)[0] else "a descriptor of the server's")
 
 
-def sleep(ready):
-    """In a child. ready: a descriptor that is closed when it has begun."""
+def sleep(deaf, ready):
+    """In a child. deaf: to SIGTERM. ready: a descriptor that is closed when it has begun."""
+    if deaf:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.close(ready)
     time.sleep(60)
 
@@ -60,10 +68,10 @@ def server():
     return Server(nothing)
 
 
-def begin(server):
+def begin(server, deaf=False):
     """A child that sleeps."""
     begun, ready = os.pipe()
-    child = server.start(sleep, descriptors=[ready])
+    child = server.start(sleep, deaf, descriptors=[ready])
     os.close(ready)
     assert os.read(begun, 1) == b""
     os.close(begun)
@@ -95,6 +103,7 @@ def ended(pid):
         ("thread", 0, ["a thread", "the last word"]),
         ("children", 0, ["[1, 2]", "the last word"]),
         ("C", 0, ["one two", "the last word"]),
+        ("signal", 0, ["noted", "quiet", "the last word"]),
     ],
 )
 def test_a_child_ends_as_an_interpreter_does(tmp_path, how, code, printed):
@@ -147,14 +156,17 @@ def test_a_server_that_is_let_go_is_ended():
 
 
 def test_a_server_that_dies_ends_its_children_and_starts_no_more(server):
-    child = begin(server)
+    """Whatever another child does, which does not end when it is told to."""
+    child, deaf = begin(server), begin(server, deaf=True)
     assert child.poll() is None
     os.kill(server.pid, signal.SIGKILL)
     assert child.poll(20) == -signal.SIGTERM and ended(child.pid)
     for _ in range(2):
         with pytest.raises(OSError, match="exit code -9"):
             server.start(nothing)
-    assert not server.is_alive()
+    assert not server.is_alive() and deaf.poll() is None
+    os.killpg(deaf.pid, signal.SIGKILL)
+    assert deaf.poll(20) == -signal.SIGTERM, "nobody could tell"
 
 
 def test_a_server_that_cannot_import_says_so(tmp_path):
