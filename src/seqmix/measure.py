@@ -366,33 +366,6 @@ def _lower_high_water() -> bool:
     return True
 
 
-def tensors(tree: object) -> Iterable[Tensor]:
-    """Every tensor in nested tuples, NamedTuples, lists and dicts, in order; other leaves are passed over."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from tensors(value)
-    elif isinstance(tree, tuple | list):
-        for value in tree:
-            yield from tensors(value)
-
-
-def state_bytes(state: object) -> int:
-    """Bytes of the elements of every tensor in `state`, whatever the nesting; a storage shared by two counts twice.
-
-    A view counts its own elements, not what it was cut from: what a state is, not how the allocator holds it.
-    """
-    return sum(t.numel() * t.element_size() for t in tensors(state))
-
-
-def held_bytes(state: object) -> int:
-    """Bytes of the distinct storages behind the tensors in `state`: more than `state_bytes` where one is a view of a larger
-    tensor, which it keeps alive."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors(state)}
-    return sum(storages.values())
-
-
 class SavedForBackward(torch.autograd.graph.saved_tensors_hooks):
     """While it is entered, counts what autograd keeps for a backward: `bytes` of distinct storages, those of `parameters`
     left out."""

@@ -15,7 +15,7 @@ from torch import nn
 
 from seqmix import costs, measure
 from seqmix.bench.grid import Point
-from seqmix.config import build, build_model
+from seqmix.build import build, build_model
 from seqmix.decode import in_precision
 from seqmix.optim import make_optimizer
 from seqmix_kernels.attention import take_choices, tried_choices

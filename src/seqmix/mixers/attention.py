@@ -84,6 +84,8 @@ class Attention(Mixer):
     cache_page: the cache grows by so many tokens.
     """
 
+    kernel_arguments = ("attn_impl",)
+
     def __init__(
         self,
         d_model: int,

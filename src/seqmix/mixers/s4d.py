@@ -48,6 +48,8 @@ class StateSpace(Mixer):
     in float64, anew at each call: an optimiser step would leave a kept copy stale.
     """
 
+    kernel_arguments = ("impl", "decode")
+
     def __init__(
         self,
         d_model: int,
