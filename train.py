@@ -188,7 +188,7 @@ def chosen(trainer: L.Trainer) -> str | None:
 def status_of(error: BaseException) -> str:
     if isinstance(error, NonFiniteError):
         return "diverged"
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator: can't allocate memory" in str(error):
+    if measure.out_of_memory(error):
         return "oom"
     return "interrupted" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed"
 

@@ -18,7 +18,8 @@ from runs import CONF, names
 from seqmix.bench import figures, pool, results
 from seqmix.bench.__main__ import _unused, compose_bench, main, to_wandb, write
 from seqmix.bench.grid import Point, grid
-from seqmix.bench.kernels import OPS, PEERS, SHAPES, Case, cases, kernel_cost
+from seqmix.bench.kernels import cases, kernel_cost
+from seqmix.bench.ops import OPS, PEERS, SHAPES, Case
 from seqmix.config import register_resolvers
 
 register_resolvers()

@@ -58,7 +58,8 @@ ARROWS = {
     "src/seqmix/state.py": ("seqmix.mixers.base",),
     "src/seqmix/decode.py": ("seqmix.mixers.base", "seqmix.state"),
     "src/seqmix/costs.py": ("seqmix.decode", "seqmix.measure", "seqmix.mixers.base", "seqmix.state"),
-    "src/seqmix/bench/kernels.py": ("seqmix.costs", "seqmix.measure", "seqmix_kernels"),
+    "src/seqmix/bench/kernels.py": ("seqmix.bench.ops", "seqmix.costs", "seqmix.measure"),
+    "src/seqmix/bench/ops.py": ("seqmix_kernels",),
     "src/seqmix/bench/preload.py": ("seqmix.mixers", "seqmix_kernels"),  # what the points of both import
     "src/seqmix/bench": (
         "seqmix.bench",

@@ -268,6 +268,15 @@ def test_pages_of_mapped_files_are_not_memory_of_the_run(tmp_path):
         assert abs(peak.host() - before) < 10
 
 
+def test_out_of_memory_is_told_from_other_errors_also_where_it_is_the_cause():
+    with pytest.raises(RuntimeError) as on_a_cpu:
+        torch.empty(1 << 58)
+    wrapped = ValueError("model")
+    wrapped.__cause__ = torch.OutOfMemoryError("of a GPU")
+    assert all(map(measure.out_of_memory, (on_a_cpu.value, wrapped, wrapped.__cause__, MemoryError())))
+    assert not any(map(measure.out_of_memory, (RuntimeError("of the GPU"), ValueError(), None)))
+
+
 def test_a_tied_head_counts_once_and_embeddings_can_be_left_out():
     model = nn.Module()
     model.embedding = nn.Embedding(11, 4)

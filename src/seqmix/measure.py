@@ -398,6 +398,15 @@ def parameter_count(module: nn.Module) -> ParameterCount:
     return ParameterCount(total, total - sum(p.numel() for p in embeddings))
 
 
+def out_of_memory(error: BaseException | None) -> bool:
+    """Whether `error`, or an error that caused it, says that memory ran out. torch's CPU allocator has no type of its own for
+    it, so there the text tells."""
+    if error is None:
+        return False
+    of_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    return of_cpu or isinstance(error, torch.OutOfMemoryError | MemoryError) or out_of_memory(error.__cause__)
+
+
 def first_nonfinite(named: Iterable[tuple[str, Tensor | None]]) -> str | None:
     """Name of the first tensor that holds a NaN or an infinity; None if all are finite. Waits for the device."""
     for name, tensor in named:
