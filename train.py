@@ -36,20 +36,11 @@ from omegaconf import DictConfig, OmegaConf
 from rich.table import Table
 
 from seqmix import display, measure
+from seqmix.build import build, build_callbacks, build_loggers, build_module
 from seqmix.callbacks import best_checkpoint
 from seqmix.claim import claim
 from seqmix.command_line import check_command_line
-from seqmix.config import (
-    build,
-    build_loggers,
-    build_module,
-    check,
-    check_kernels,
-    check_processes,
-    find_checkpoint,
-    record_resume,
-    register_resolvers,
-)
+from seqmix.config import check, check_kernels, check_processes, find_checkpoint, record_resume, register_resolvers
 from seqmix.step import NonFiniteError
 from seqmix.sweep.jobs import in_a_sweep, objective, read_summary, take_up
 from seqmix.tasks.base import Task
@@ -114,7 +105,7 @@ def train(cfg: DictConfig, folder: Path, own: Path | None = None) -> dict:
     if cfg.compile:
         for block in module.model.blocks:  # identical blocks are compiled once
             block.compile()
-    callbacks = [build(node) for node in (cfg.get("callbacks") or {}).values() if node]
+    callbacks = build_callbacks(cfg)
     loggers = build_loggers(cfg)
     trainer = build(cfg.trainer)(callbacks=callbacks, logger=loggers, default_root_dir=str(folder))
     check_processes(trainer)
@@ -197,7 +188,7 @@ def chosen(trainer: L.Trainer) -> str | None:
 def status_of(error: BaseException) -> str:
     if isinstance(error, NonFiniteError):
         return "diverged"
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator: can't allocate memory" in str(error):
+    if measure.out_of_memory(error):
         return "oom"
     return "interrupted" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed"
 

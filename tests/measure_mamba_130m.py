@@ -18,9 +18,10 @@ from functools import partial
 import torch
 
 from seqmix.decode import Decoder
-from seqmix.measure import environment, state_bytes
+from seqmix.measure import environment
 from seqmix.mixers.mamba import Mamba
 from seqmix.model import SequenceModel
+from seqmix.state import state_bytes
 from seqmix_kernels.cross_entropy import cross_entropy
 
 SIZES = dict(vocab_size=50277, d_model=768, n_layer=24)

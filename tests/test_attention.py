@@ -15,9 +15,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from seqmix.channel_mixers import SwiGLU
-from seqmix.measure import state_bytes, tensors
 from seqmix.mixers.attention import Attention, AttentionState
 from seqmix.model import SequenceModel
+from seqmix.state import state_bytes, tensors
 from seqmix_kernels.attention import alibi_slopes, rotary_phases, rotate
 
 D, V = 24, 11

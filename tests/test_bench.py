@@ -18,7 +18,8 @@ from runs import CONF, names
 from seqmix.bench import figures, pool, results
 from seqmix.bench.__main__ import _unused, compose_bench, main, to_wandb, write
 from seqmix.bench.grid import Point, grid
-from seqmix.bench.kernels import OPS, PEERS, SHAPES, Case, cases, kernel_cost
+from seqmix.bench.kernels import cases, kernel_cost
+from seqmix.bench.ops import OPS, PEERS, SHAPES, Case
 from seqmix.config import register_resolvers
 
 register_resolvers()
@@ -34,7 +35,7 @@ def points_of(*overrides):
 def test_the_default_grid_on_a_gpu_has_five_models_at_six_lengths_of_as_many_parameters():
     from omegaconf import OmegaConf
 
-    from seqmix.config import build_model
+    from seqmix.build import build_model
     from seqmix.measure import parameter_count
 
     points = points_of("bench=gpu")
@@ -393,7 +394,6 @@ def test_peers_are_timed_in_their_own_layout(op, width, inner, monkeypatch):
     numbers = kernel_cost(Case(op, PEERS[op], 9, 2, width, inner, "float32"), torch.device("cpu"), seconds=0.01)
     assert numbers["check_error"] < 1e-6 and numbers["both_ms"] > 0
     assert len(seen) > 4 and len(set(seen)) == 1, "leaves share the memory of what was turned once"
-
 
 
 def test_a_backward_without_the_memory_leaves_the_forwards_numbers(monkeypatch):

@@ -11,8 +11,9 @@ from omegaconf import OmegaConf
 from runs import SELECTIVE_COPY, command
 
 from seqmix import signatures
+from seqmix.build import build
 from seqmix.command_line import check_command_line
-from seqmix.config import build, compose_run, find_checkpoint, register_resolvers
+from seqmix.config import compose_run, find_checkpoint, register_resolvers
 
 CONF = Path(__file__).parent.parent / "conf"
 register_resolvers()
@@ -490,6 +491,6 @@ def test_no_noise_is_allowed():
 def test_every_top_level_key_is_read():
     """Groups are read by what they instantiate, whose constructors refuse what they do not know; scalars by name."""
     keys = [key for key, value in OmegaConf.load(CONF / "train.yaml").items() if key not in ("defaults", "hydra")]
-    files = ("train.py", "src/seqmix/config.py", "src/seqmix/command_line.py")
+    files = ("train.py", *(f"src/seqmix/{name}.py" for name in ("build", "config", "command_line")))
     source = "".join((CONF.parent / file).read_text() for file in files)
     assert keys and all(f"cfg.{key}" in source for key in keys)

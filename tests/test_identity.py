@@ -6,8 +6,8 @@ from runs import CONF, SELECTIVE_COPY, start
 
 from seqmix.config import compose_run, record_resume, register_resolvers
 from seqmix.identity import MATTERS, QUESTIONS, cell_config, changed, flat, matters
-from seqmix.report.results import AVERAGED, build_report
-from seqmix.report.runs import read_run
+from seqmix.report.results import build_report
+from seqmix.report.runs import AVERAGED, read_run
 
 register_resolvers()
 

@@ -7,7 +7,6 @@ import mmap
 import platform
 import subprocess
 import sys
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -184,12 +183,6 @@ def test_sensors_are_read_now_and_then_and_give_medians():
     assert nothing.summary() == {}
 
 
-def test_held_bytes_are_those_of_storages_each_once():
-    whole = torch.zeros(8, dtype=torch.float32)
-    assert measure.held_bytes((whole[:2], (whole[4:], torch.zeros(1, dtype=torch.int64)))) == 32 + 8
-    assert measure.state_bytes((whole[:2],)) == 8
-
-
 def test_spread_is_median_interquartile_range_and_count():
     assert measure.spread([]) == (None, None, 0)
     assert measure.spread([7.0]) == (7.0, 0.0, 1)
@@ -275,28 +268,13 @@ def test_pages_of_mapped_files_are_not_memory_of_the_run(tmp_path):
         assert abs(peak.host() - before) < 10
 
 
-class Inner(NamedTuple):
-    h: torch.Tensor
-    position: int
-
-
-class Outer(NamedTuple):
-    conv: torch.Tensor
-    layers: list
-
-
-def test_state_bytes_sums_every_tensor_in_any_nesting():
-    state = Outer(
-        conv=torch.zeros(1, 3, 5, dtype=torch.bfloat16),  # 30 bytes
-        layers=[
-            Inner(torch.zeros(1, 4, 2, dtype=torch.complex64), 7),  # 64
-            (torch.zeros(2, 2, dtype=torch.float64), {"k": torch.zeros(3, dtype=torch.int64), "none": None}),  # 32 + 24
-            torch.zeros(0, 9),  # nothing
-        ],
-    )
-    assert measure.state_bytes(state) == 30 + 64 + 32 + 24
-    assert measure.state_bytes(torch.zeros(8, 100)[:, 0]) == 32, "a view counts its own elements"
-    assert measure.state_bytes(()) == 0
+def test_out_of_memory_is_told_from_other_errors_also_where_it_is_the_cause():
+    with pytest.raises(RuntimeError) as on_a_cpu:
+        torch.empty(1 << 58)
+    wrapped = ValueError("model")
+    wrapped.__cause__ = torch.OutOfMemoryError("of a GPU")
+    assert all(map(measure.out_of_memory, (on_a_cpu.value, wrapped, wrapped.__cause__, MemoryError())))
+    assert not any(map(measure.out_of_memory, (RuntimeError("of the GPU"), ValueError(), None)))
 
 
 def test_a_tied_head_counts_once_and_embeddings_can_be_left_out():

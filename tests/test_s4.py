@@ -14,12 +14,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from seqmix.measure import held_bytes, state_bytes
 from seqmix.mixers import s4d
 from seqmix.mixers.s4 import S4
 from seqmix.mixers.s4d import S4D
 from seqmix.model import SequenceModel
 from seqmix.optim import param_groups
+from seqmix.state import held_bytes, state_bytes
 from seqmix_kernels.s4_kernel import dense, real
 from seqmix_kernels.s4_step.reference import advance, discrete
 

@@ -105,6 +105,8 @@ TASKS = [
     Copy(3, 60, 13, variant="markers"),
     Copy(3, 5, 11, variant="delay"),
 ]
+OF_CONF = [OmegaConf.create({"seed": 0, "task": OmegaConf.load(file)}).task for file in sorted(CONF.glob("*.yaml"))]
+TASKS += [hydra.utils.instantiate(conf) for conf in OF_CONF if "source" not in conf]  # text has tests of its own
 
 
 def name(task):

@@ -25,16 +25,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from seqmix import signatures
-from seqmix.config import (
-    REFUSED,
-    build_loggers,
-    build_trainer,
-    check,
-    check_kernels,
-    check_processes,
-    check_promises,
-    hydra_at,
-)
+from seqmix.build import build_loggers, build_trainer
+from seqmix.config import REFUSED, check, check_kernels, check_processes, check_promises, hydra_at
 from seqmix.display import refuse
 from seqmix.signatures import nearest, show
 from seqmix.sweep.names import resolved

@@ -1,4 +1,4 @@
-"""From a composed config to what it describes: composing, checking, and building.
+"""Composing a config, and checking it: what it describes is built in build.py.
 
 Refused with the numbers: a value that a target does not take, sizes that cannot be (the task is built, and the model on the
 meta device, which costs no memory), a run that would not end, another number of processes than of devices, and an
@@ -12,7 +12,6 @@ import functools
 import logging
 import os
 import pickle
-import traceback
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -24,13 +23,11 @@ from hydra import compose, initialize_config_dir
 from hydra._internal.hydra import Hydra
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import InstantiationException
-from hydra.utils import instantiate
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from seqmix import signatures
+from seqmix.build import build, build_module, said_of
 from seqmix.folders import read_file, walk
 from seqmix.identity import changed, flat
 from seqmix.model import SequenceModel
@@ -38,15 +35,9 @@ from seqmix.module import SequenceModule
 from seqmix.optim import make_optimizer
 from seqmix.signatures import show
 from seqmix.sweep.names import resolved, run_folder, sweep_name
-from seqmix.tasks.base import Task
 
 log = logging.getLogger(__name__)
 RUNS = Path("outputs")
-# what a thing raises when it cannot be built as it is asked to be
-WRONG = (
-    ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, FileNotFoundError, ImportError,
-    MisconfigurationException,
-)  # fmt: skip
 NO_EPOCHS = "the stream of training rows has no end, so there are no epochs"
 # arguments that a target takes and a run does not: the values at which they change nothing, and why they may have no other
 REFUSED = {
@@ -132,11 +123,11 @@ def check(cfg: DictConfig, own: Path | None = None) -> SequenceModel:
         )
     task = build(cfg.task)
     with torch.device("meta"):
-        with _said_of("model"):
+        with said_of("model"):
             module = build_module(cfg, task)
-        with _said_of("optimizer"):
+        with said_of("optimizer"):
             optimizer = make_optimizer(module.model, module.make_optimizer)
-        with _said_of("scheduler"):
+        with said_of("scheduler"):
             module.make_scheduler(optimizer, total_steps=cfg.trainer.max_steps)
     if path := own or find_checkpoint(cfg):
         check_checkpoint(path, module, cfg.trainer.max_steps)
@@ -158,24 +149,6 @@ def check_promises(key: str, value: Any) -> None:
     harmless, reason = REFUSED.get(key, ((value,), ""))
     if value not in harmless:
         raise ValueError(f"{key}={show(value)} is refused: {reason}")
-
-
-@contextlib.contextmanager
-def _said_of(key: str) -> Iterator[None]:
-    """An error within becomes a ValueError that names the key."""
-    try:
-        yield
-    except WRONG as error:
-        raise _named(key, error) from error
-
-
-def _named(key: str, error: BaseException) -> ValueError:
-    """The error in one line with the key; where it is no error of a value, with its kind and the line as well."""
-    text = str(error)
-    if not isinstance(error, ValueError | FileNotFoundError | ImportError | MisconfigurationException):
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        text = f"{type(error).__name__}: {text} ({Path(at.filename).name}, line {at.lineno})"
-    return ValueError(text if f"{key}." in text else f"{key}: {text}")
 
 
 def check_checkpoint(path: Path, module: SequenceModule, max_steps: int) -> None:
@@ -222,7 +195,8 @@ def check_kernels(cfg: DictConfig, model: SequenceModel, trainer: L.Trainer) -> 
 
     Only for what is named: `auto` takes what runs, and says what in the log of the run. model: on any device.
     """
-    if all(cfg.model.get(key, "auto") == "auto" for key in ("scan", "decode", "attn_impl", "impl")):
+    keys = {key for block in model.blocks for key in block.mixer.kernel_arguments}
+    if all(cfg.model.get(key, "auto") == "auto" for key in keys):
         return
     with trainer.precision_plugin.forward_context():
         model.kernels_used(cfg.task.batch_size, cfg.task.seq_len, trainer.strategy.root_device)
@@ -272,53 +246,6 @@ def record_resume(checkpoint: Path, cfg: DictConfig) -> None:
     if over:
         with open_dict(cfg):
             cfg.resumed_over = over
-
-
-def build(node: DictConfig | None) -> Any:
-    """hydra's instantiate, with the error of the thing itself rather than hydra's wrapping of it."""
-    try:
-        return instantiate(node, _convert_="all")  # plain lists: an OmegaConf object in a checkpoint cannot be loaded
-    except InstantiationException as error:
-        if not isinstance(error.__cause__, WRONG):
-            raise
-        raise _named(node._get_full_key(None), error.__cause__) from error.__cause__
-
-
-def build_trainer(cfg: DictConfig) -> L.Trainer:
-    """The trainer of a config with its callbacks, and without loggers."""
-    callbacks = [build(node) for node in (cfg.get("callbacks") or {}).values() if node]
-    with _said_of("trainer"):
-        return build(cfg.trainer)(callbacks=callbacks, logger=False)
-
-
-def build_module(cfg: DictConfig, task: Task) -> SequenceModule:
-    """What a trainer trains: the model of a config with its optimizer, schedule and step. task: set up, for its token_bytes."""
-    return SequenceModule(
-        build_model(cfg, task.vocab_size),
-        build(cfg.optimizer),
-        build(cfg.scheduler),
-        task.token_bytes,
-        micro_batch_size=cfg.micro_batch_size,
-        gradient_clip_val=cfg.gradient_clip_val,
-        cuda_graph=cfg.cuda_graph,
-    )
-
-
-def build_loggers(cfg: DictConfig) -> list[L.pytorch.loggers.Logger]:
-    """The loggers of a config, which open nothing yet. ValueError where wandb is not installed, or lacks its key."""
-    return [build(node) for node in (cfg.get("logger") or {}).values() if node]
-
-
-def build_model(cfg: DictConfig, vocab_size: int) -> SequenceModel:
-    """The model of a config: conf/model names its parts, conf/size its width and depth."""
-    return SequenceModel(
-        vocab_size=vocab_size,
-        d_model=cfg.size.d_model,
-        n_layer=cfg.size.n_layer,
-        mixer=build(cfg.model),
-        channel_mixer=build(cfg.channel_mixer),
-        dropout=cfg.dropout,
-    )
 
 
 def _run_stamp() -> str:

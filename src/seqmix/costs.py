@@ -23,17 +23,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from seqmix.decode import WARMUP, Decoder, greedy, reserved
-from seqmix.measure import (
-    PeakMemory,
-    Sensors,
-    Spread,
-    held_bytes,
-    parameter_count,
-    state_bytes,
-    tensors,
-    time_calls,
-)
+from seqmix.decode import WARMUP, Decoder, greedy
+from seqmix.measure import PeakMemory, Sensors, Spread, parameter_count, time_calls
+from seqmix.mixers.base import PRODUCTS
+from seqmix.state import held_bytes, repeated, reserved, state_bytes, tensors
 
 CHECKED = 64  # tokens compared with float64
 COUNTED = 4  # tokens whose FLOPs are counted, and twice as many
@@ -131,8 +124,7 @@ def forward_flops(model: nn.Module, length: int) -> float:
     """
     from torch.utils.flop_counter import FlopCounterMode  # imports Triton, where it is installed
 
-    kinds = (nn.Linear, nn.Embedding, nn.RNNBase)  # the embedding is the head
-    parts = [m for m in model.modules() if isinstance(m, kinds)]
+    parts = [m for m in model.modules() if isinstance(m, PRODUCTS)]  # the embedding is the head
     weights = {p for part in parts for p in part.parameters(recurse=False) if p.ndim == 2}
     exact, alike = copy.deepcopy(model).double().eval(), 1
     if len({str(block) for block in getattr(exact, "blocks", ())}) == 1:
@@ -245,7 +237,7 @@ def _decoding(model: nn.Module, after: list, batch: int, autocast: torch.dtype |
     # room for what is timed: a cache that grows on the way would be copied, which is not a token's cost
     state = reserved(state, ROOM)
     if batch != b:
-        state = rows(state, batch)
+        state = repeated(state, batch)
     del logits
     eager = Decoder(model, state, first, autocast=autocast)
     _free(device)
@@ -314,7 +306,7 @@ def largest_batch(
         _free(device)
         try:
             with _precision(device, autocast):
-                many = rows(state, batch)
+                many = repeated(state, batch)
                 for _ in range(2):
                     _, many = model.step(prompt[0, :1].expand(batch), many)
             torch.cuda.synchronize(device)
@@ -349,16 +341,6 @@ def boundary(fits: Callable[[int], bool], most: int, slack: float = 0.05) -> int
         else:
             bad = n
     return good
-
-
-def rows(state: object, batch: int) -> object:
-    """A state of `batch` rows: row i is row i mod b of `state`, whose tensors have their b rows in the first axis."""
-    if isinstance(state, Tensor):
-        return state[torch.arange(batch, device=state.device) % len(state)]
-    if hasattr(state, "rows"):
-        return state.rows(torch.arange(batch, device=state[0].device) % len(state[0]))
-    parts = [rows(part, batch) for part in state]
-    return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
 
 
 # Right or wrong

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from seqmix.measure import tensors
+from seqmix.mixers.base import PRODUCTS
+from seqmix.state import owned, tensors
 
 WARMUP = 3  # eager steps before a capture: what is compiled, tuned or loaded must not be captured
 
@@ -31,7 +32,7 @@ def in_precision(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """`model`, in place, with the weights of its products in `dtype` and all else (norms, spectra, step sizes) as it was:
     what autocast casts at every call, cast once. For inference alone."""
     for module in model.modules():
-        if isinstance(module, (nn.Linear, nn.Embedding, nn.RNNBase)):
+        if isinstance(module, PRODUCTS):
             module.to(dtype)
     return model
 
@@ -100,7 +101,7 @@ class Decoder:
 
     def _own_state(self, room: int) -> None:
         """Storage of its own for each tensor: two that share one, or a view of more, could not be written over apart."""
-        self.state = _owned(self.state, room + WARMUP)
+        self.state = owned(self.state, room + WARMUP)
 
     def _warm_up(self) -> None:
         """Steps whose results are dropped. Each goes on from the one before: a cache is then written behind its end, where it
@@ -134,24 +135,3 @@ class Decoder:
         enabled = self.autocast is not None
         with torch.autocast(kind, dtype=self.autocast or torch.bfloat16, enabled=enabled, cache_enabled=False):
             yield
-
-
-def reserved(state: object, tokens: int) -> object:
-    """`state` with room for `tokens` more, where its parts can be given it (they have `reserve` and `rows`); else as it was."""
-    if isinstance(state, Tensor):
-        return state
-    if hasattr(state, "reserve"):
-        return state.reserve(tokens)
-    parts = [reserved(part, tokens) for part in state]
-    return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
-
-
-def _owned(state: object, tokens: int) -> object:
-    """`state` with room for `tokens` more and dense storage of its own for each of its tensors."""
-    if isinstance(state, Tensor):
-        return state.clone(memory_format=torch.contiguous_format)
-    if hasattr(state, "reserve"):
-        larger = state.reserve(tokens)
-        return larger.rows(torch.arange(len(state[0]), device=state[0].device)) if larger is state else larger
-    parts = [_owned(part, tokens) for part in state]
-    return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)

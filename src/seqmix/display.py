@@ -20,6 +20,7 @@ from typing import NoReturn, TextIO
 from rich.console import Console
 
 log = logging.getLogger(__name__)
+PROGRESS = "step "  # each line of progress begins with it: the table of a sweep finds the last one in a job's output.log
 
 
 def guard_standard_streams() -> None:

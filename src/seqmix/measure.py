@@ -366,33 +366,6 @@ def _lower_high_water() -> bool:
     return True
 
 
-def tensors(tree: object) -> Iterable[Tensor]:
-    """Every tensor in nested tuples, NamedTuples, lists and dicts, in order; other leaves are passed over."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from tensors(value)
-    elif isinstance(tree, tuple | list):
-        for value in tree:
-            yield from tensors(value)
-
-
-def state_bytes(state: object) -> int:
-    """Bytes of the elements of every tensor in `state`, whatever the nesting; a storage shared by two counts twice.
-
-    A view counts its own elements, not what it was cut from: what a state is, not how the allocator holds it.
-    """
-    return sum(t.numel() * t.element_size() for t in tensors(state))
-
-
-def held_bytes(state: object) -> int:
-    """Bytes of the distinct storages behind the tensors in `state`: more than `state_bytes` where one is a view of a larger
-    tensor, which it keeps alive."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors(state)}
-    return sum(storages.values())
-
-
 class SavedForBackward(torch.autograd.graph.saved_tensors_hooks):
     """While it is entered, counts what autograd keeps for a backward: `bytes` of distinct storages, those of `parameters`
     left out."""
@@ -423,6 +396,15 @@ def parameter_count(module: nn.Module) -> ParameterCount:
     total = sum(p.numel() for p in module.parameters())
     embeddings = {p for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     return ParameterCount(total, total - sum(p.numel() for p in embeddings))
+
+
+def out_of_memory(error: BaseException | None) -> bool:
+    """Whether `error`, or an error that caused it, says that memory ran out. torch's CPU allocator has no type of its own for
+    it, so there the text tells."""
+    if error is None:
+        return False
+    of_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    return of_cpu or isinstance(error, torch.OutOfMemoryError | MemoryError) or out_of_memory(error.__cause__)
 
 
 def first_nonfinite(named: Iterable[tuple[str, Tensor | None]]) -> str | None:

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 
 from seqmix.channel_mixers import SwiGLU
 from seqmix.decode import in_precision
-from seqmix.measure import tensors
 from seqmix.mixers.attention import Attention
 from seqmix.model import SequenceModel
+from seqmix.state import tensors
 from seqmix_kernels.attention import IMPLS, attention, attention_step, case_of, rotate_queries_and_keys, which_impl
 
 pytestmark = [

@@ -2,7 +2,8 @@
 
 grid.py        config -> Points, each a model or a kernel at one shape
 point.py       one Point -> numbers, in a process of its own            over seqmix.costs
-kernels.py     every op and implementation, its reference, its floors
+kernels.py     every implementation of every op, timed beside its floors
+ops.py         of each op: shapes, inputs, a call, its reference, the work to be done
 pool.py        Points -> rows, one process at a time; how each ended
 results.py     rows -> table, and where one model passes another
 figures.py     curves -> SVG

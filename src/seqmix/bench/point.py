@@ -15,7 +15,7 @@ from torch import nn
 
 from seqmix import costs, measure
 from seqmix.bench.grid import Point
-from seqmix.config import build, build_model
+from seqmix.build import build, build_model
 from seqmix.decode import in_precision
 from seqmix.optim import make_optimizer
 from seqmix_kernels.attention import take_choices, tried_choices
@@ -38,17 +38,16 @@ def attempt(point: Point) -> dict:
     """{"status": "ok", numbers ...}, or why there are none: {"status": oom | wrong | not here | failed, "error": one line}."""
     try:
         return {"status": "ok", **numbers(point), "environment": measure.environment(torch.device(point.config["device"]))}
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        return {"status": "oom", "error": _one_line(error)}
     except costs.WrongError as error:
         return {"status": "wrong", "error": _one_line(error)}
     except Exception as error:
         if "cannot run here" in str(error):  # what an op says of an implementation
             return {"status": "not here", "error": " ".join(str(error).split())[:300]}
-        oom = "DefaultCPUAllocator: can't allocate memory" in str(error) or "CUDA out of memory" in str(error)
+        if measure.out_of_memory(error):
+            return {"status": "oom", "error": _one_line(error)}
         where = traceback.extract_tb(error.__traceback__)[-1]
         said = f"{_one_line(error)} ({where.filename.rsplit('/', 1)[-1]}:{where.lineno})"
-        return {"status": "oom" if oom else "failed", "error": said}
+        return {"status": "failed", "error": said}
 
 
 def numbers(point: Point) -> dict:

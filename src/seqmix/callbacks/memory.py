@@ -7,7 +7,8 @@ import gc
 import lightning as L
 import torch
 
-from seqmix.measure import MIB, PeakMemory, SavedForBackward, parameter_count, state_bytes
+from seqmix.measure import MIB, PeakMemory, SavedForBackward, parameter_count
+from seqmix.state import state_bytes
 
 
 class Memory(L.Callback):
@@ -60,9 +61,7 @@ class Memory(L.Callback):
             self._saved = SavedForBackward(pl_module.parameters())
             self._saved.__enter__()
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs, batch, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs, batch, batch_idx: int) -> None:
         if self._saved is not None:
             self._saved.__exit__()
             weights = state_bytes([p.detach() for p in pl_module.parameters()])

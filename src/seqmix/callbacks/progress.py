@@ -137,7 +137,7 @@ class Progress(ProgressBar):
         if self._bar is not None:
             self._draw(lambda: self._bar.update(self._task, completed=self._step, metrics="  ".join(values)))
             return
-        parts = [f"step {self._step}"]
+        parts = [f"{display.PROGRESS}{self._step}"]
         if math.isfinite(self._total):
             parts[0] += f"/{self._total} ({self._step / self._total:.0%})"
         if (left := self._seconds_left()) is not None:

@@ -84,6 +84,8 @@ class Attention(Mixer):
     cache_page: number of tokens by which the cache grows.
     """
 
+    kernel_arguments = ("attn_impl",)
+
     def __init__(
         self,
         d_model: int,

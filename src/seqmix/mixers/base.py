@@ -17,13 +17,15 @@ The laws, each a test over every model in conf/model (tests/test_mixers.py):
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Self
+from typing import NamedTuple, Protocol, Self, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 State = NamedTuple  # of tensors (or further such tuples), the batch in their first axis
+# where a matrix of weights multiplies: these modules are looked for to count FLOPs, and to cast a model for inference
+PRODUCTS = (nn.Linear, nn.Embedding, nn.RNNBase)
 PIECE = 32_768  # steps of one call of a recurrent layer: cuDNN refused 131,072
 EVERY_MODULE = (  # hooks of all modules at once: what counts FLOPs by module sets them
     nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks,
@@ -31,10 +33,28 @@ EVERY_MODULE = (  # hooks of all modules at once: what counts FLOPs by module se
 )  # fmt: skip
 
 
+@runtime_checkable
+class GrowingState(Protocol):
+    """A state that grows with the sequence, as a cache does: a NamedTuple of tensors that has these two methods as well."""
+
+    def reserve(self, tokens: int) -> Self:
+        """The same state with room for `tokens` more in every row: that many steps change the shape of none of its tensors, as
+        a CUDA graph needs. It is the state itself where the room is there already, else one with storage of its own."""
+
+    def rows(self, index: Tensor) -> Self:
+        """The rows of `index` (B',) int64, in this order and with storage of their own."""
+
+
 class Mixer(nn.Module):
-    """Base class of all mixers; a constructor names every parameter, `d_model` first, and takes no `**kwargs`."""
+    """Base class of all mixers; a constructor names every parameter, `d_model` first, and takes no `**kwargs`.
+
+    Beside the methods below, the backbone reads `out_proj` and the configuration reads `kernel_arguments`.
+    """
 
     d_model: int
+    out_proj: nn.Linear  # the last product, into the residual stream: the backbone scales its initial weight
+    # arguments of the constructor that name an implementation; "auto" is the default of each, and takes one that can run
+    kernel_arguments: tuple[str, ...] = ()
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, L, D) -> y (B, L, D), from the empty state."""

@@ -50,6 +50,8 @@ class Mamba(Mixer):
     Initially A = -(1..N) in every channel, D = 1, and softplus(b_Δ) is log-uniform in [dt_min, dt_max].
     """
 
+    kernel_arguments = ("scan", "decode")
+
     def __init__(
         self,
         d_model: int,

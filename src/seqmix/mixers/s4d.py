@@ -48,6 +48,8 @@ class StateSpace(Mixer):
     each call, because an optimizer step would make a stored copy stale.
     """
 
+    kernel_arguments = ("impl", "decode")
+
     def __init__(
         self,
         d_model: int,

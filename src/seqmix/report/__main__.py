@@ -16,8 +16,8 @@ from pathlib import Path
 
 from seqmix import display
 from seqmix.report.page import page
-from seqmix.report.results import AVERAGED, build_report
-from seqmix.report.runs import find_runs, not_started, tidy
+from seqmix.report.results import build_report
+from seqmix.report.runs import AVERAGED, find_runs, not_started, tidy
 from seqmix.report.tables import cells_csv, headline, markdown, runs_csv
 
 

@@ -17,6 +17,8 @@ from seqmix.folders import read_file, walk
 from seqmix.identity import flat
 
 STATUSES = ("complete", "diverged", "oom", "killed", "interrupted", "failed", "unfinished", "unreadable")
+FACTS = ("data", "code", "environment")  # what a run records beside its config
+AVERAGED = ("code", "environment")  # those of them that the caller may ask to average over
 # keys whose values must be numbers, because the report calculates with them
 NUMBERS = ("seed", "optimizer.lr", "task.seq_len", "task.batch_size", "task.eval_batch_size", "trainer.max_steps",
            "trainer.val_check_interval")  # fmt: skip

@@ -81,7 +81,7 @@ class Live:
         head = f"{self.folder}  {self._counts()}  {passed}" + (f" < {_clock(left)}" if left is not None else "")
         rows = Table(box=None, show_header=False, pad_edge=False)
         for job in [j for j in self.jobs if j.status == "running"]:
-            step = display.visible(last_line(job.path / "output.log", "step "))
+            step = display.visible(last_line(job.path / "output.log", display.PROGRESS))
             rows.add_row(_colored("running"), self.labels[job.run_id], step)
         bad = [j for j in self.jobs if j.status not in (*DONE, "running", "queued")]
         for job in bad[-SHOWN:]:
