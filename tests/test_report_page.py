@@ -91,7 +91,7 @@ def test_all_sections_are_drawn_and_nothing_is_fetched(open_page, sweep):
     assert sorted(charts.first.locator("text.name").all_text_contents()) == ["lstm", "mamba", "transformer"]
     for i in range(5):
         assert "sequence length, tokens (log₂)" in charts.nth(i).text_content()
-    for caption in ("Training speed tokens/s ↑", "Time a step ms ↓", "Peak memory MiB ↓", "State bytes a row ↓"):
+    for caption in ("Training speed tokens/s ↑", "Time per step ms ↓", "Peak memory MiB ↓", "State bytes per row ↓"):
         assert caption in view.inner_text("#against-length"), caption
     assert colours(view.screenshot()) > 50
 
@@ -137,7 +137,7 @@ def test_choices_change_what_is_drawn(open_page, sweep):
     view = open_page(sweep)
     first = view.locator("#against-length figure").first
     view.get_by_role("button", name="Loss", exact=True).click()
-    assert "Loss (test) nats a token ↓" in first.inner_text()
+    assert "Loss (test) nats per token ↓" in first.inner_text()
     assert "loss (test)" in view.locator("#trade-offs figure").first.inner_text()
     assert view.locator("circle.seed").count() == 0
     view.get_by_role("button", name="each seed").click()

@@ -28,14 +28,14 @@ class Measure(NamedTuple):
 
 
 MEASURES = (
-    Measure("training_speed", "training", "tokens_per_second", "length", "Training: tokens a second", "tokens/s", True),
+    Measure("training_speed", "training", "tokens_per_second", "length", "Training: tokens per second", "tokens/s", True),
     Measure("training_memory", "training", "peak_allocated_mib", "length", "Training: peak memory", "GiB", scale=1 / 1024,
             instead=("peak_host_mib", "peak_rss_mib")),  # the latter is the whole resident set, which older rows have
-    Measure("decode_speed", "context", "graph_tokens_per_second", "length", "Decoding, batch 1: tokens a second", "tokens/s",
+    Measure("decode_speed", "context", "graph_tokens_per_second", "length", "Decoding, batch 1: tokens per second", "tokens/s",
             True, instead=("eager_tokens_per_second",)),
     Measure("state_bytes", "context", "state_bytes", "length", "State of one row", "MiB", scale=1 / 2**20),
     Measure("prefill", "context", "prefill_ms", "length", "A prompt, batch 1: milliseconds", "ms"),
-    Measure("decode_batch", "decode", "graph_tokens_per_second", "batch", "Decoding: tokens a second against batch", "tokens/s",
+    Measure("decode_batch", "decode", "graph_tokens_per_second", "batch", "Decoding: tokens per second against batch", "tokens/s",
             True, instead=("eager_tokens_per_second",)),
 )  # fmt: skip
 MEMORY = " Memory is that of the process, without libraries and mapped files; about 0.3 GiB of imports are in it."

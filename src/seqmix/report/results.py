@@ -189,12 +189,12 @@ def _metrics(split: str) -> list[Metric]:
     return [
         Metric("token_accuracy", "accuracy", f"Token accuracy ({split})", "%", "higher", 100.0, False, of(token)),
         Metric("sequence_accuracy", "accuracy", f"Sequence accuracy ({split})", "%", "higher", 100.0, False, of(whole)),
-        Metric("loss", "loss", f"Loss ({split})", "nats a token", "lower", 1.0, False, of(f"{split}/loss")),
-        Metric("bits_per_byte", "loss", f"Bits a byte ({split})", "bits", "lower", 1.0, False, of(f"{split}/bits_per_byte")),
+        Metric("loss", "loss", f"Loss ({split})", "nats per token", "lower", 1.0, False, of(f"{split}/loss")),
+        Metric("bits_per_byte", "loss", f"Bits per byte ({split})", "bits", "lower", 1.0, False, of(f"{split}/bits_per_byte")),
         Metric("tokens_per_second", "cost", "Training speed", "tokens/s", "higher", 1.0, True, of("speed/tokens_per_second")),
-        Metric("step_ms", "cost", "Time a step", "ms", "lower", 1.0, True, of("speed/step_ms")),
+        Metric("step_ms", "cost", "Time per step", "ms", "lower", 1.0, True, of("speed/step_ms")),
         Metric("peak_memory", "cost", "Peak memory", "MiB", "lower", 1.0, True, peak),
-        Metric("state_bytes", "cost", "State", "bytes a row", "lower", 1.0, True, of("memory/state_bytes")),
+        Metric("state_bytes", "cost", "State", "bytes per row", "lower", 1.0, True, of("memory/state_bytes")),
         Metric("params", "cost", "Parameters", "", "neither", 1.0, True, of("memory/params")),
         Metric("seconds", "cost", "Run time", "s", "lower", 1.0, True, of("seconds")),
     ]
