@@ -423,7 +423,7 @@ def test_asking_for_an_implementation_leaves_its_word_to_the_log_of_the_run(tmp_
     done = command(tmp_path, *overrides)
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "outputs" / "runs").iterdir()
-    assert "causal_conv1d on cpu takes" in (folder / "train.log").read_text()
+    assert "causal_conv1d on cpu uses" in (folder / "train.log").read_text()
 
 
 def test_nothing_is_made_by_a_refusal(capsys, tmp_path, monkeypatch):
