@@ -106,8 +106,8 @@ def plan(x: Tensor, groups: int, discretization: str) -> Plan:
 
 
 def segments_for(batch: int, length: int, width: int, backward: bool = False) -> int:
-    """Number of segments into which L is split, which costs a carry pass: one if the batch and the channels alone give enough
-    CTAs for the SMs."""
+    """Number of segments into which L is split, which costs a carry pass. It is 1 for L < 2048, and if the batch and the
+    channels alone give more CTAs than 3/4 of the SMs in the forward, or more than all SMs in the backward."""
     ctas = batch * cdiv(width, BLOCK)
     if ctas > SMS * (1 if backward else 3 / 4) or length < 2048:
         return 1
