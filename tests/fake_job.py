@@ -20,7 +20,10 @@ def facts(path):
     """In a child of the server of real jobs: what it has of its own."""
     import torch
 
-    found = {"cuda": torch.cuda.is_initialized() or torch.cuda._cached_device_count is not None}
+    from seqmix import tracking
+
+    found = {"source read": tracking.source_state.cache_info().currsize}
+    found |= {"cuda": torch.cuda.is_initialized() or torch.cuda._cached_device_count is not None}
     found |= {"asked": torch.get_num_threads(), "before": len(os.listdir("/proc/self/task"))}
     torch.nn.Linear(512, 512)(torch.ones(4096, 512)).exp().sum().backward()
     found |= {"after": len(os.listdir("/proc/self/task"))}

@@ -323,7 +323,7 @@ def test_all_jobs_run_the_code_of_the_start(queue, monkeypatch, tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="jobs are forked on Linux")
 def test_where_the_server_ends_jobs_are_started_anew(queue, caplog):
     queue(range(3), {"0": ["kills its parent"]})
-    assert caplog.text.count("has ended with exit code -9; the jobs from here on are started anew") == 1
+    assert caplog.text.count("has ended with exit code -9; each further job imports for itself") == 1
     assert statuses(queue.folder) == ["complete"] * 3
 
 
@@ -334,7 +334,7 @@ def test_a_forked_job_has_its_own_threads_and_may_open_a_gpu(tmp_path):
     assert server.start(fake_job.facts, str(tmp_path / "facts")).poll(90) == 0
     facts = json.loads((tmp_path / "facts").read_text())
     threads = min(2, os.cpu_count())
-    assert facts == {"cuda": False, "asked": threads, "before": 1, "after": threads}
+    assert facts == {"source read": 1, "cuda": False, "asked": threads, "before": 1, "after": threads}
 
 
 def test_two_sweeps_do_not_share_a_folder(queue, capsys):

@@ -239,7 +239,7 @@ class Queue:
                     self.server = Server(scripts.prepare, line[0], bool(self.gpus), env=env, output=output)
                 return self.server.start(scripts.run, line[0], line[1:], env | own, descriptors=[output.fileno(), descriptor])
             except OSError as error:
-                log.warning("%s; the jobs from here on are started anew", error)
+                log.warning("%s; each further job imports for itself", error)
                 self.forks = False
         return subprocess.Popen(
             [sys.executable, *line], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env | own,
