@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses import FakeTensor
 
 from seqmix.mixers.base import Mixer
 
@@ -36,7 +37,7 @@ class Cache(NamedTuple):
     length: torch.Tensor  # (B,) int32
 
     def reserve(self, tokens):
-        room = int(self.length.max()) + tokens - self.x.shape[1]
+        room = max(self.length.tolist(), default=0) + tokens - self.x.shape[1]
         return self if room <= 0 else Cache(F.pad(self.x, (0, 0, 0, room)), self.length.clone())
 
     def rows(self, index):
@@ -44,10 +45,14 @@ class Cache(NamedTuple):
 
 
 class MeanOfPast(Mixer):
-    def __init__(self, d_model: int, gated: bool = True):
+    def __init__(self, d_model: int, bias: bool = True):
         super().__init__()
-        self.gate = nn.Linear(d_model, d_model) if gated else nn.Identity()
+        self.gate = nn.Linear(d_model, d_model, bias=bias)
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
+
+    def forward(self, x):
+        count = torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]
+        return self.out_proj((self.gate(x).sigmoid() * x).cumsum(1) / count)
 
     def init_state(self, batch):
         W = self.out_proj.weight
@@ -56,7 +61,8 @@ class MeanOfPast(Mixer):
     def prefill(self, x, state):
         B, L, D = x.shape
         at = state.length[:, None] + torch.arange(L, device=x.device)  # (B, L), each token's slot
-        if not torch.compiler.is_compiling():  # as in a captured step, which has its room
+        blind = torch.compiler.is_compiling() or isinstance(x, FakeTensor)
+        if not (blind or (x.is_cuda and torch.cuda.is_current_stream_capturing())):  # else nothing may be asked or grown
             state = state.reserve(L)
         cache = state.x.scatter(1, at[..., None].long().expand(B, L, D), (self.gate(x).sigmoid() * x).to(state.x.dtype))
         seen = torch.arange(cache.shape[1], device=x.device) <= at[..., None]  # (B, L, C)
@@ -68,8 +74,11 @@ class MeanOfPast(Mixer):
 model:
   _target_: mean_of_past.MeanOfPast
   _partial_: true
-  gated: true
-channel_mixer: null
+  bias: true
+channel_mixer:
+  _target_: seqmix.channel_mixers.SwiGLU
+  _partial_: true
+  expand: 2.667
 """,
     "last_word.py": '''
 """The second half of a row is its first half, a token later."""
