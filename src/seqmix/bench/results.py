@@ -35,8 +35,8 @@ MEASURES = (
             True, instead=("eager_tokens_per_second",)),
     Measure("state_bytes", "context", "state_bytes", "length", "State of one row", "MiB", scale=1 / 2**20),
     Measure("prefill", "context", "prefill_ms", "length", "A prompt, batch 1: milliseconds", "ms"),
-    Measure("decode_batch", "decode", "graph_tokens_per_second", "batch", "Decoding: tokens per second against batch", "tokens/s",
-            True, instead=("eager_tokens_per_second",)),
+    Measure("decode_batch", "decode", "graph_tokens_per_second", "batch", "Decoding: tokens per second against batch",
+            "tokens/s", True, instead=("eager_tokens_per_second",)),
 )  # fmt: skip
 MEMORY = " Memory is that of the process, without libraries and mapped files; about 0.3 GiB of imports are in it."
 # what the tables show beside the measures: part -> (key, heading, scale)
