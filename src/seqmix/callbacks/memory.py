@@ -7,14 +7,15 @@ import gc
 import lightning as L
 import torch
 
-from seqmix.measure import MIB, PeakMemory, SavedForBackward, parameter_count
+from seqmix.measure import parameter_count
+from seqmix.memory import MIB, PeakMemory, SavedForBackward
 from seqmix.state import state_bytes
 
 
 class Memory(L.Callback):
     """Peaks of the training steps after the warm-up, evaluation left out; measured, not logged live.
 
-    `memory/peak_host_mib`, on a CPU, is of this process and leaves out libraries and mapped files (measure.HostPeak); the text
+    `memory/peak_host_mib`, on a CPU, is of this process and leaves out libraries and mapped files (HostPeak); the text
     or tokens that the task holds in memory are in it.
 
     warmup_steps: optimizer steps before the peaks are reset: compiling, autotuning and first allocations can need more
