@@ -41,6 +41,7 @@ from seqmix.callbacks import best_checkpoint
 from seqmix.claim import claim
 from seqmix.command_line import check_command_line
 from seqmix.config import check, check_kernels, check_processes, find_checkpoint, record_resume, register_resolvers
+from seqmix.memory import out_of_memory
 from seqmix.step import NonFiniteError
 from seqmix.sweep.jobs import in_a_sweep, objective, read_summary, take_up
 from seqmix.tasks.base import Task
@@ -188,7 +189,7 @@ def chosen(trainer: L.Trainer) -> str | None:
 def status_of(error: BaseException) -> str:
     if isinstance(error, NonFiniteError):
         return "diverged"
-    if measure.out_of_memory(error):
+    if out_of_memory(error):
         return "oom"
     return "interrupted" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed"
 

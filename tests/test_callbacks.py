@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from seqmix import callbacks, measure
+from seqmix.memory import MIB, PeakMemory
 from seqmix.metrics import ScoredTokens
 from seqmix.module import SequenceModule
 from seqmix.optim import constant
@@ -405,7 +406,7 @@ def test_memory_reports_state_after_the_prefill_parameters_and_null_for_a_gpu_th
 def test_peaks_leave_out_the_warm_up_and_evaluation(tmp_path, monkeypatch):
     peak = [0.0]
 
-    class Fake(measure.PeakMemory):
+    class Fake(PeakMemory):
         def reset(self):
             peak[0] = 100.0  # what is held all the time
 
@@ -759,7 +760,7 @@ def test_on_a_gpu_peaks_are_given_and_do_not_leak_between_runs(tmp_path, cuda_gr
 
         class Hungry(TinyModel):
             def score(self, tokens, targets, mib=mib):
-                torch.empty(mib * measure.MIB, dtype=torch.uint8, device=tokens.device)
+                torch.empty(mib * MIB, dtype=torch.uint8, device=tokens.device)
                 return super().score(tokens, targets)
 
         memory = callbacks.Memory(warmup_steps=2)

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from seqmix.decode import WARMUP, Decoder, greedy
-from seqmix.measure import PeakMemory, Sensors, Spread, parameter_count, time_calls
+from seqmix.measure import Sensors, Spread, parameter_count, time_calls
+from seqmix.memory import PeakMemory
 from seqmix.mixers.base import PRODUCTS
 from seqmix.state import held_bytes, repeated, reserved, state_bytes, tensors
 

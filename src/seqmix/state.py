@@ -1,7 +1,7 @@
 """The state of a model as a tree of tensors: what it weighs, and copies of it with other rows or with more room.
 
-A state is nested tuples of tensors with the batch in their first axis (mixers/base.py). A GrowingState among them is asked for
-its rows and its room; no function here looks into it for these.
+A state is nested tuples of tensors with the batch in their first axis (mixers/base.py). A part of it that is a GrowingState has
+its own ways to take rows and to make room; the other parts are plain tensors.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ import torch
 
 from seqmix.bench.ops import OPS, PEERS, SHAPES, Case, Work, peer, shape_of
 from seqmix.costs import PEAK_FLOPS, WrongError
-from seqmix.measure import PeakMemory, Sensors, out_of_memory, synchronizer, time_calls
+from seqmix.measure import Sensors, synchronizer, time_calls
+from seqmix.memory import PeakMemory, out_of_memory
 
 L2_BYTES = 256 * 2**20  # zeroed before each call, so that inputs come from memory
 # HBM bytes a second of data sheets; special-function operations a second: 16 a clock, multiprocessors, boost clock

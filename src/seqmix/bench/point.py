@@ -17,6 +17,7 @@ from seqmix import costs, measure
 from seqmix.bench.grid import Point
 from seqmix.build import build, build_model
 from seqmix.decode import in_precision
+from seqmix.memory import out_of_memory
 from seqmix.optim import make_optimizer
 from seqmix_kernels.attention import take_choices, tried_choices
 
@@ -43,7 +44,7 @@ def attempt(point: Point) -> dict:
     except Exception as error:
         if "cannot run here" in str(error):  # what an op says of an implementation
             return {"status": "not here", "error": " ".join(str(error).split())[:300]}
-        if measure.out_of_memory(error):
+        if out_of_memory(error):
             return {"status": "oom", "error": _one_line(error)}
         where = traceback.extract_tb(error.__traceback__)[-1]
         said = f"{_one_line(error)} ({where.filename.rsplit('/', 1)[-1]}:{where.lineno})"

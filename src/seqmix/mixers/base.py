@@ -2,7 +2,8 @@
 
 A mixer moves information along time: (B, L, D) in, (B, L, D) out, causal. It has two views of one function: `forward`
 sees a whole sequence and is what training runs; `step` sees one token and a state and is what decoding runs.
-`prefill` goes between them: a piece of a sequence, of any length, and a state.
+`prefill` goes between them: a piece of a sequence, of any length, and a state. A state whose size depends on the length of the
+sequence is a GrowingState.
 
 The laws, each a test over every model in conf/model (tests/test_mixers.py):
 
@@ -24,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 State = NamedTuple  # of tensors (or further such tuples), the batch in their first axis
-# where a matrix of weights multiplies: these modules are looked for to count FLOPs, and to cast a model for inference
+# modules whose weights are multiplied as matrices: what counts FLOPs, and what casts a model for inference, looks for these
 PRODUCTS = (nn.Linear, nn.Embedding, nn.RNNBase)
 PIECE = 32_768  # steps of one call of a recurrent layer: cuDNN refused 131,072
 EVERY_MODULE = (  # hooks of all modules at once: what counts FLOPs by module sets them
