@@ -1,11 +1,7 @@
-<<<<<<< HEAD
-"""Mixers across channels, (..., D) to (..., D), each position by itself: the second, optional part of a block."""
-=======
-"""Mixers across channels: (..., D) to (..., D), each position by itself. The second, optional slot of a block.
+"""Mixers across channels, (..., D) to (..., D), each position by itself: the second, optional part of a block.
 
 Each is made with `d_model=`, and its last product is `out_proj`, an nn.Linear whose initial weight the backbone scales.
 """
->>>>>>> rooms
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
-<<<<<<< HEAD
-"""Thin Lightning hooks over seqmix.measure. Those that measure have `summary()`, which returns values for summary.json."""
-=======
-"""Thin Lightning hooks over measure.py, memory.py and costs.py. Those that measure have `summary()`: names and values for
+"""Thin Lightning hooks over measure.py, memory.py and costs.py. Those that measure have `summary()`, which returns values for
 summary.json."""
->>>>>>> rooms
 
 from seqmix.callbacks.checkpoint import BestCheckpoint, LastCheckpoint, best_checkpoint
 from seqmix.callbacks.costs import Costs

@@ -15,13 +15,8 @@ from seqmix.state import state_bytes
 class Memory(L.Callback):
     """Peaks over the training steps after the warm-up, without evaluation. They are in the summary, and not logged live.
 
-<<<<<<< HEAD
-    `memory/peak_host_mib`, on a CPU, is the memory of this process without libraries and mapped files (measure.HostPeak). It
+    `memory/peak_host_mib`, on a CPU, is the memory of this process without libraries and mapped files (memory.HostPeak). It
     includes the text or tokens that the task holds in memory.
-=======
-    `memory/peak_host_mib`, on a CPU, is of this process and leaves out libraries and mapped files (HostPeak); the text
-    or tokens that the task holds in memory are in it.
->>>>>>> rooms
 
     warmup_steps: optimizer steps before the peaks are reset, because compiling, autotuning and first allocations can need more
     than any later step. A run that ends earlier reports the peak of the steps that it ran.
