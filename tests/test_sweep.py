@@ -337,6 +337,22 @@ def test_a_forked_job_has_its_own_threads_and_may_open_a_gpu(tmp_path):
     assert facts == {"source read": 1, "cuda": False, "asked": threads, "before": 1, "after": threads}
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="jobs are forked on Linux")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a fork can use the GPU here")
+def test_a_job_whose_fork_cannot_use_its_gpu_is_a_new_python_in_the_same_process(tmp_path):
+    job = tmp_path / "job.py"
+    held = "any(os.path.realpath(f'/proc/self/fd/{n}') == sys.argv[1] for n in os.listdir('/proc/self/fd'))"
+    job.write_text(f"import json, os, sys; print(json.dumps([os.getpid(), sys.orig_argv[1] == sys.argv[0], {held}]))")
+    server = Server(script.prepare, str(ROOT / "train.py"), False)
+    for devices, is_new in (("0", True), ("", False)):
+        with (tmp_path / "lock").open("w") as lock, (tmp_path / "output").open("w+") as output:
+            env = os.environ | {"CUDA_VISIBLE_DEVICES": devices}
+            child = server.start(script.run, str(job), [lock.name], env, descriptors=[output.fileno(), lock.fileno()])
+            assert child.poll(90) == 0
+            output.seek(0)
+            assert json.loads(output.read()) == [child.pid, is_new, True]
+
+
 def test_two_sweeps_do_not_share_a_folder(queue, capsys):
     queue.folder.mkdir()
     with (queue.folder / ".lock").open("w") as held:

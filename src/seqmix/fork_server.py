@@ -106,6 +106,7 @@ def serve(descriptor: int) -> None:
     """The life of the server and of its children. A child returns when its work is done: its interpreter ends as any does."""
     channel = socket.socket(fileno=descriptor)
     prepare, args = _accept(channel)[0].recv()
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # torch then counts GPUs without CUDA, which a fork could not use
     prepare(*args)
     gc.collect()
     gc.freeze()  # the children share these pages: none of their collections writes to them

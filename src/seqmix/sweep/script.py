@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
+import torch
+
 from seqmix import preload
 
 
@@ -23,12 +25,18 @@ def prepare(script: str, kernels: bool) -> None:
 
 
 def run(script: str, arguments: Sequence[str], env: Mapping[str, str], output: int, lock: int) -> None:
-    """In the job: `python script *arguments` in the environment `env`, which prints to `output`. `lock` is kept open."""
+    """In the job: `python script *arguments` in the environment `env`, which prints to `output`. `lock` is kept open.
+
+    If CUDA cannot be used in a fork (an import in the server has opened it), a new Python takes this process over.
+    """
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
     os.environ.clear()
     os.environ.update(env)
+    if env.get("CUDA_VISIBLE_DEVICES") and not torch.cuda.is_available():
+        os.set_inheritable(lock, True)
+        os.execv(sys.executable, [sys.executable, script, *arguments])
     sys.argv = [script, *arguments]
     execute(script, "__main__")
 
