@@ -18,10 +18,12 @@ def below(op: Callable) -> Callable:
 
 
 def refuse_twice(name: str) -> None:
-    """Called in the backward of a torch.autograd.Function. once_differentiable would miss a dependence on tensors saved in the
-    forward if the incoming gradient is a constant."""
+    """Raises an error in the backward of a torch.autograd.Function under create_graph=True. once_differentiable would not, if
+    the incoming gradient is a constant: it ignores that gradients depend on tensors saved in the forward."""
     if torch.is_grad_enabled():
-        raise NotImplementedError(f"{name} is differentiable once, not with create_graph=True; impl='reference' is, twice")
+        raise NotImplementedError(
+            f"{name} is differentiable once, not with create_graph=True; impl='reference' is differentiable twice"
+        )
 
 
 def needs_gradient(inputs: tuple) -> bool:
@@ -29,7 +31,7 @@ def needs_gradient(inputs: tuple) -> bool:
 
 
 def register(name: str, apply: Callable, wanted: Callable[[tuple], bool], refusal: str) -> None:
-    """seqmix::{name}_fwd runs `apply`, a torch.autograd.Function's, if gradients are enabled and `wanted(inputs)` is true.
+    """seqmix::{name}_fwd runs `apply` (of a torch.autograd.Function) if gradients are enabled and `wanted(inputs)` is true.
     seqmix::{name}_bwd has no gradient: computing one raises a NotImplementedError with the text `refusal`."""
     forward, backward = (below(getattr(torch.ops.seqmix, f"{name}_{way}")) for way in ("fwd", "bwd"))
 

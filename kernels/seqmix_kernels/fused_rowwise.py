@@ -35,8 +35,8 @@ def rows(t: Tensor) -> Tensor:
 
 
 def strides(*flat: Tensor) -> tuple[int, list[int]]:
-    """A power of 2, at most 8, that divides the stride of each of these (N, D), and the strides in that unit. `start` shows the
-    compiler this common factor, so that it can load several elements at once."""
+    """The largest power of 2, at most 8, that divides the row stride of each of these (N, D), and the strides divided by it.
+    `start` shows the compiler this common factor, so that it can load several elements at once."""
     unit = math.gcd(8, *(t.stride(0) for t in flat))
     return unit, [t.stride(0) // unit for t in flat]
 

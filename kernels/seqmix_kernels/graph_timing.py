@@ -11,8 +11,8 @@ import torch
 
 
 def graph_milliseconds(call: Callable[[], object], count: int = 20, calls: int = 10) -> float:
-    """Median over `count` replays of a graph of `calls` calls, by CUDA events, per call. Results are not kept: a
-    call may overwrite those of the previous one. Inputs larger than the L2 cache are read from memory."""
+    """Median time per call over `count` replays of a graph of `calls` calls, by CUDA events. Results are discarded: a call may
+    overwrite those of the previous one. Inputs larger than the L2 cache are read from memory."""
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         for _ in range(3):  # compilation and loading at the first call must not be captured

@@ -1,6 +1,6 @@
-"""Launches Triton kernels with little Python time: Triton's own call inspects each argument and each global that the kernel
-reads, which takes 50 to 90 us with fifty arguments; here a call like an earlier one directly uses the kernel compiled for
-it."""
+"""Launches Triton kernels with little Python time. Triton's own call inspects each argument and each global that the kernel
+reads, which takes 50 to 90 us with fifty arguments; here a call like an earlier one reuses that one's compiled kernel directly.
+"""
 
 import torch
 import triton

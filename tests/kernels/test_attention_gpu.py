@@ -61,7 +61,7 @@ def qkv(dtype=torch.bfloat16, L=64, P=64, grad=True):
 def test_auto_says_what_it_measured():
     for large in (False, True):
         name, reason = which_impl(case_of(*qkv())._replace(large=large))
-        assert name in ("fa4", "fa2", "cudnn", "flash") and ("fastest of " if large else "launches take the time") in reason
+        assert name in ("fa4", "fa2", "cudnn", "flash") and ("fastest of " if large else "launches dominate") in reason
         assert large or "fa4: " in reason
     assert which_impl(case_of(*qkv(torch.float32)))[0] == "efficient"
     assert "q is float32" in which_impl(case_of(*qkv(torch.float32)))[1]

@@ -305,7 +305,7 @@ BAD[1, 2, 0] = math.nan
         (lambda: dplr_kernel(LOG_A, C, C, C, -3), "length must be at least 1, got -3"),
         (lambda: s4d_kernel(LOG_A[:1], C, 4), r"log_a must be \(D, M, 2\).*\(1, 3, 2\) and \(2, 3, 2\)"),
         (lambda: s4d_kernel(LOG_A[..., 0], C[..., 0], 4), r"\(2, 3\) and \(2, 3\)"),
-        (lambda: dplr_kernel(LOG_A, C[:, :2], C, C, 4), r"\(D, M, 2\) all four; got \(2, 3, 2\), \(2, 2, 2\)"),
+        (lambda: dplr_kernel(LOG_A, C[:, :2], C, C, 4), r"must all be \(D, M, 2\); got \(2, 3, 2\), \(2, 2, 2\)"),
         (lambda: s4d_kernel(LOG_A, C.bfloat16(), 4), "c must be float32 or float64, because in 16 bits .* got torch.bfloat16"),
         (lambda: dplr_kernel(LOG_A, C, C, C.half(), 4), "C must be float32 or float64"),
         (lambda: s4d_kernel(BAD, C, 4), "log_a is not finite in 1 of 12 numbers"),

@@ -95,7 +95,7 @@ def test_auto_says_what_it_takes():
         (dict(C=torch.zeros(E, M, 1)), r"C must be \(E, M, 2\).* got \(6, 4, 1\)"),
         (dict(log_decay=torch.zeros(4, M)), r"log_decay must be \(n, M\), n a divisor of E = 6; got \(4, 4\)"),
         (dict(imag=None), "C must be"),
-        (dict(B=None), "P and B go together"),
+        (dict(B=None), "P and B must be given together"),
         (dict(P=torch.zeros(1, M, 2)), r"P must have shape \(3, 4, 2\); got \(1, 4, 2\)"),
         (dict(D=torch.zeros(E).half()), "the parameters must be float32 or float64; got D of torch.float16"),
         (dict(log_dt=torch.zeros(E, device="meta")), "log_dt must be on cpu like the token; got meta"),

@@ -2,7 +2,7 @@
 
     s = x + y          r = 1 / sqrt(mean(s²) + eps)          n = s r weight
 
-(RMSNorm: Zhang & Sennrich 2019, eq. 4.) A pre-norm block computes this between each two of its sublayers. The gradients, with
+(RMSNorm: Zhang & Sennrich 2019, eq. 4.) A pre-norm block computes this between consecutive sublayers. The gradients, with
 g = ∂n weight, are
 
     ∂x = ∂y = ∂s + r (g - s r² mean(g s))          ∂weight = Σ over rows of ∂n s r

@@ -8,8 +8,9 @@ speed    the shapes of H200.md, forward and forward + backward: every backend ca
 choice   what "auto" selects in a dozen cases, and why
 step     one token of B rows against their caches, fused and in plain torch; keys and values are read at the given fraction of
          the GPU's copy speed (4.27 TB/s)
-options  a window, documents, shared heads, ALiBi, hard-ALiBi, uneven heads: the operator with each implementation that supports
-them first    seconds of the first call in this process, by part
+options  a window, documents, shared heads, ALiBi, hard-ALiBi, uneven heads: the operator with each implementation that
+         supports them
+first    seconds of the first call in this process, by part
 """
 
 import sys

@@ -159,19 +159,19 @@ def _decide_as_constant(*fields) -> tuple[str, str]:
 
 
 # torch.compile must treat the result as a constant. torch.compiler.assume_constant_result only sets this attribute, but
-# calling it imports the whole compiler. The fields are passed one by one, because a NamedTuple does not arrive as one
+# calling it imports the whole compiler. The fields are passed one by one, because a NamedTuple does not arrive as a NamedTuple
 _decide_as_constant._dynamo_marked_constant = True
 
 
 Tried = tuple[str, str, str, Case]  # name of the GPU, torch's version, precision of float32 products, case
 
 _tried: dict[Tried, tuple[str, str]] = {}  # measured in this process
-_handed: dict[Tried, tuple[str, str]] = {}  # received from another
+_handed: dict[Tried, tuple[str, str]] = {}  # received from another process
 
 
 def tried_choices() -> dict[Tried, tuple[str, str]]:
-    """What "auto" selected on a GPU after running its candidates, and why: here, or in a process whose choices were passed
-    on."""
+    """What "auto" selected on a GPU after running its candidates, and why: in this process, or in another whose choices were
+    passed to `take_choices`."""
     return _handed | _tried
 
 

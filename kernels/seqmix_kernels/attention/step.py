@@ -39,8 +39,7 @@ def attention_step(
         rotary_dim, rope_base, rope_shrink: R rotates the first rotary_dim numbers of a head by `rotary_phases`.
         windows, slopes: one per head, as in `attention`.
         impl: "fused" is one Triton kernel that splits a row's keys among programs, and one that combines their results; it
-        reads
-            only the slots that are filled. "torch" computes the same in plain torch, on any device.
+            reads only the slots that are filled. "torch" computes the same in plain torch, on any device.
 
     Returns:
         y (B, H, P) in q's dtype, and length + 1. "fused" has no gradient; "auto" selects "torch" where one is needed.

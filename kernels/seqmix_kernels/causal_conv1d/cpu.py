@@ -82,4 +82,4 @@ def _call(function, x, dy, weight, bias, initial_state, dfinal, seq_idx, silu, f
     address = [t.data_ptr() if t is not None and t.numel() else 0 for t in (*pointers, *forward, *backward)]
     fields = (*sizes, *address[: len(pointers)], *strides, *address[len(pointers) :])
     if getattr(library, function)((ctypes.c_int64 * len(fields))(*fields)):
-        raise MemoryError("the CPU convolution found no memory for its windows")
+        raise MemoryError("the CPU convolution could not allocate memory for its windows")

@@ -1,4 +1,4 @@
-"""Times the loss per token from hidden states, and the path that stores a tensor of logits for each of its steps.
+"""Times the loss per token from hidden states, and a path in which each operation stores another tensor of logits.
 
     python -m seqmix_kernels.cross_entropy.bench [--shapes 16384x50277x768,...] [--dtype bfloat16] [--scored 1.0] [--count 10]
 
@@ -6,7 +6,7 @@ A shape is T x V x D: tokens, classes, width. x in `dtype`, the weight in float3
 shape and variant gives milliseconds of the GPU alone, by CUDA graphs (../graph_timing.py), and the peak MiB above the inputs,
 including gradients, of the forward without gradients (fwd) and of forward and backward (both).
 
-before   F.pad of the weight, F.linear, the slice of V columns, cross_entropy, argmax
+before   that path: F.pad of the weight, F.linear, the slice of V columns, cross_entropy, argmax
 """
 
 import argparse

@@ -41,7 +41,7 @@ def loss_kernel(
     block = tl.arange(0, BLOCK)[None, :]
     target, scored = targets_of(t_ptr, t, T, st, IGNORE)
     row = x_ptr + t * sxt
-    # a target that is not a class reads no memory and gives NaN
+    # a target that is not a class gives NaN without a read
     valid = scored & (target >= 0) & (target < V)
     here = tl.load(row + target * sxv, mask=valid, other=float("nan")).to(tl.float32)
     largest = tl.full([ROWS], -float("inf"), tl.float32)
@@ -75,7 +75,7 @@ def gradient_kernel(
     t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     target, scored = targets_of(t_ptr, t, T, st, IGNORE)
-    d = tl.load(d_ptr + t * sd, mask=scored, other=0.0)[:, None]  # a token that is not scored: 0, whatever its d
+    d = tl.load(d_ptr + t * sd, mask=scored, other=0.0)[:, None]  # 0 for tokens that are not scored, whatever their d
     log_sum = tl.load(sum_ptr + t, mask=scored, other=0.0)[:, None]
     x = logits_of(x_ptr + t * sxt, v, scored, width, sxv)
     p = tl.where(scored[:, None] & (v < V), tl.exp2((x - log_sum) * LOG2E), 0.0)
@@ -85,8 +85,9 @@ def gradient_kernel(
 
 
 def padded(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """weight (V, D) in `dtype`, followed by rows of zeros, so that rows of logits start at multiples of 32 bytes. For other
-    rows cuBLAS uses its slowest kernels. A small V stays small; a large one is rounded up to whole tiles of a product."""
+    """weight (V, D) in `dtype`, followed by rows of zeros, so that rows of logits start at multiples of 32 bytes; where they do
+    not start at multiples of 16, cuBLAS uses its slowest kernels. A small V stays small; a large one is rounded up to whole
+    tiles of a product."""
     V, D = weight.shape
     pad = -V % (16 if V < 1024 else 64)
     if pad == 0 and weight.dtype == dtype:

@@ -146,7 +146,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         x, rows, targets, log_sums, logits = ctx.saved_tensors
         if ctx.overwritten:
             raise RuntimeError(
-                "linear_cross_entropy can run backward once: the logits it saved were overwritten by their gradient. "
+                "linear_cross_entropy can run backward once: its saved logits were overwritten by their gradient. "
                 "Compute all gradients in one backward, or call it again."
             )
         ctx.overwritten = True

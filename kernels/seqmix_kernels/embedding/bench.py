@@ -6,7 +6,8 @@ tokens and implementation.
 A shape is T x V x D: tokens, rows of the table, columns. Tokens: uniform; zipf, token v about as often as 1 / v, as in natural
 text; one, all equal. *_of_copy: the time of a copy of the same bytes over the measured time. The bytes are the tokens, their
 rows and the result in the forward, the result's gradient and that of the whole table in the backward. It can exceed 1 where
-these fit into the L2 cache. launches: kernels of the forward and backward.
+these fit into the L2 cache. launches: kernels, copies and fills of a forward and
+backward.
 """
 
 import argparse

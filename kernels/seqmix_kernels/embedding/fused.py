@@ -22,7 +22,7 @@ TILE = 2048  # elements that a program of the forward gathers: 16 per thread
 ONE_HOT = 32  # the largest V whose sums fit into registers, 4 columns per thread
 RANKED = 8192  # most keys that are compared pairwise; with more that takes longer than torch's sort (an estimate)
 CHUNK = 16  # sorted keys per program, whose rows it holds in registers
-ZEROED = 16  # rows that a program checks for zeros
+ZEROED = 16  # rows of the gradient that a program checks, and zeros if they have no key
 SHARES = 8192  # elements of partial sums that a program adds at a time
 
 

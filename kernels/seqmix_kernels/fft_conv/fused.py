@@ -1,8 +1,9 @@
 """The long convolution on the GPU: Triton around cuFFT. Its circular convolutions are right-angled (README.md).
 
 With weights e^(iπt/2n), what wraps around at n is multiplied by i: for real inputs and taps it is the imaginary part,
-and the real part is the causal convolution. So transforms are complex and of length n >= L, where zero padding needs real
-ones of 2L: the same work and memory, but no half of zeros, no odd n/2 + 1, and no copy before a complex-to-real transform.
+and the real part is the causal convolution. So the transforms are complex and of length n >= L, whereas zero padding needs
+real ones of 2L. Work and memory are the same, but half of the input is not zeros, a spectrum has n numbers instead of n/2 + 1,
+and torch makes no copy before a complex-to-real transform.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `pack` transposes and weights the input, `unpack` takes the real part, transposes back and applies skip, activation and gate;
 `multiply` and `correlate` are the products of spectra. Each accesses every number once; README.md has the mathematics.
-L, n and D are specialised: kernels are compiled for multiples of 16 and for other numbers, or no access could have 16 bytes.
+L, n and D are specialised (one kernel for multiples of 16, another for other numbers), so that accesses can be of 16 bytes.
 """
 
 import triton

@@ -34,8 +34,8 @@ def s4d_kernel(log_a: Tensor, c: Tensor, length: int, impl: str = "auto") -> Ten
         K (..., D, L) in c's dtype. Differentiable once in log_a and c ("reference": any number of times).
 
     Raises:
-        ValueError: a shape, dtype or length that does not fit, a log_a on the CPU that is not finite, or an
-            implementation that cannot run here.
+        ValueError: an invalid shape, dtype or length, a log_a on the CPU that is not finite, or an implementation that
+            cannot run here.
     """
     _check_length(length)
     if c.dim() < 3 or c.shape[-1] != 2 or log_a.shape != c.shape[-3:]:
@@ -114,7 +114,7 @@ def dplr_kernel(lam: Tensor, P: Tensor, B: Tensor, C: Tensor, length: int, impl:
     _check_length(length)
     if C.dim() != 3 or C.shape[-1] != 2 or not lam.shape == P.shape == B.shape == C.shape:
         shapes = ", ".join(str(tuple(t.shape)) for t in (lam, P, B, C))
-        raise ValueError(f"lam, P, B and C must be (D, M, 2) all four; got {shapes}")
+        raise ValueError(f"lam, P, B and C must all be (D, M, 2); got {shapes}")
     _check_numbers("lam", lam=lam, P=P, B=B, C=C)
     name = _choose(C, impl)
     with torch.autocast(C.device.type, enabled=False):

@@ -90,12 +90,12 @@ def s4d_finish_kernel(
     at = d * M + m
     Cr = 2.0 * tl.load(C_ptr + at * 2, mask=mm, other=0.0).to(tl.float64)
     Ci = 2.0 * tl.load(C_ptr + at * 2 + 1, mask=mm, other=0.0).to(tl.float64)
-    # by c: conj(S); so by C: 2 conj(b S), by b: conj(2 C S); by w, through the powers: conj(c T)
+    # gradients: conj(S) of c, hence 2 conj(b S) of C and conj(2 C S) of b; conj(c T) of w, through the powers
     cr, ci = Cr * br - Ci * bi, Cr * bi + Ci * br
     tl.store(dC_ptr + at * 2, (2.0 * (br * Sr - bi * Si)).to(tl.float32), mask=mm)
     tl.store(dC_ptr + at * 2 + 1, (-2.0 * (br * Si + bi * Sr)).to(tl.float32), mask=mm)
     gr, gi = Cr * Sr - Ci * Si, -(Cr * Si + Ci * Sr)
-    # b = (exp(w) - 1)/A: the derivative by w is exp(w)/A, by A itself -b/A; g/conj(A) occurs in both
+    # the derivative of b = (exp(w) - 1)/A is exp(w)/A with respect to w, and -b/A to A alone; g/conj(A) occurs in both
     scale = 1.0 / (Ar * Ar + Ai * Ai)
     qr, qi = (gr * Ar - gi * Ai) * scale, (gr * Ai + gi * Ar) * scale
     vr = cr * Tr - ci * Ti + (1.0 + er) * qr + ei * qi
@@ -274,10 +274,10 @@ def dplr_bwd_kernel(
         gr, gi = tl.load(g_ptr + at * 2, mask=mk, other=0.0), tl.load(g_ptr + at * 2 + 1, mask=mk, other=0.0)
         Lr, Li = tl.load(quotient_ptr + at * 4, mask=mk, other=0.0), tl.load(quotient_ptr + at * 4 + 1, mask=mk, other=0.0)
         Rr, Ri = tl.load(quotient_ptr + at * 4 + 2, mask=mk, other=0.0), tl.load(quotient_ptr + at * 4 + 3, mask=mk, other=0.0)
-        # how often the frequency occurs in the full spectrum, over L; then back through 1/sqrt(omega)
+        # the number of times that the frequency occurs in the full spectrum, over L; then the gradient of 1/sqrt(omega)
         scale = tl.where((k == 0) | (2 * k == L), 1.0, 2.0) / L
         gr, gi = (gr * c + gi * s) * scale, (gi * c - gr * s) * scale
-        # the four derivatives: g by q00, -conj(c right) g by q01, -conj(c left) g by q10, conj(c^2 left right) g by q11
+        # gradients: g of q00, -conj(c right) g of q01, -conj(c left) g of q10, conj(c^2 left right) g of q11
         q1r, q1i = conj_times(-c * Rr, -c * Ri, gr, gi)
         q2r, q2i = conj_times(-c * Lr, -c * Li, gr, gi)
         q3r, q3i = conj_times(-c * Lr, -c * Li, q1r, q1i)
@@ -500,7 +500,7 @@ def dplr_finish_kernel(
     part_ptr += d * 8 * M + m
     dpr = tl.load(part_ptr + 2 * M, mask=mm, other=0.0) + Er * ur + Ei * ui + Er * vr - Ei * vi + 2.0 * dsum * Er * pr
     dpi = tl.load(part_ptr + 3 * M, mask=mm, other=0.0) + Er * ui - Ei * ur + Er * vi + Ei * vr + 2.0 * dsum * Er * pi
-    # E = 1/(1 - lambda/2): by lambda E^2/2
+    # the derivative of E = 1/(1 - lambda/2) with respect to lambda is E^2/2
     sr, si = 0.5 * (Er * Er - Ei * Ei), Er * Ei
     dlr = tl.load(part_ptr, mask=mm, other=0.0) + sr * dEr + si * dEi
     dli = tl.load(part_ptr + M, mask=mm, other=0.0) + sr * dEi - si * dEr

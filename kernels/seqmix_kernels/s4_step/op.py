@@ -199,7 +199,7 @@ def _check(u, x, log_dt, log_decay, imag, P, B, C, D, method: str, activation: s
     if log_decay.dim() != 2 or not len(log_decay) or C.shape[0] % len(log_decay):
         raise ValueError(f"log_decay must be (n, M), n a divisor of E = {C.shape[0]}; got {tuple(log_decay.shape)}")
     if (P is None) != (B is None) or (P is not None and imag is None):
-        raise ValueError("P and B go together, and need complex modes (imag)")
+        raise ValueError("P and B must be given together, and with complex modes (imag)")
     (batch, width), (n, modes) = u.shape, log_decay.shape
     wanted = (
         ("x", x, (batch, width, modes, parts)), ("log_dt", log_dt, (width,)), ("imag", imag, (n, modes)),

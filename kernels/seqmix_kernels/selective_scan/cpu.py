@@ -41,8 +41,8 @@ def saved_specs(x: Tensor, A: Tensor, B: Tensor, z: Tensor | None, discretizatio
 
 
 def forward(x, dt, A, B, C, D, z, dt_bias, initial_state, seq_idx, dt_softplus, discretization, chunk, save=True):
-    """y, the final state, the boundary states (`saved_specs`), and (0,): the backward
-    recomputes y before the gate."""
+    """y, the final state, the boundary states (`saved_specs`), and an empty tensor, because the backward recomputes y before
+    the gate."""
     batch, length, width = x.shape
     n = A.shape[1]
     chunk = chunk or CHUNK
@@ -124,4 +124,4 @@ class _Call:
         state_strides = [s for t in self.states for s in t.stride()]
         fields = (*self.sizes, *pointers, *strides, *state_strides, *results)
         if getattr(self.library, function)((ctypes.c_int64 * len(fields))(*fields)):
-            raise MemoryError("the CPU selective scan found no memory for its tiles")
+            raise MemoryError("the CPU selective scan could not allocate memory for its tiles")

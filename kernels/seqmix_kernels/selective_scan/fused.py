@@ -26,7 +26,7 @@ GROUP = 2  # steps whose states and decays the plain Triton backward holds in re
 BLOCK, NARROW = 64, 32  # channels per Gluon CTA, 16 per warp
 TILE_FWD, TILE_BWD = 32, 16  # steps per Gluon tile
 STATES = 16  # most states per channel in one Gluon call
-CARRY_REGS = 128
+CARRY_REGS = 128  # register limit of the carry pass
 PARTIALS = 1 << 24  # bytes that the partial sums of a backward may take in any case
 SMS = 132  # of an H200, where the rules below were measured
 OPTIONAL = Tensor | None
@@ -42,7 +42,7 @@ def power_of_2(n: int) -> int:
 
 
 class Plan(NamedTuple):
-    """How a call is launched. gluon: with explicit layouts. segments: the number of pieces of L that run in parallel. block:
+    """How a call is launched. gluon: by the Gluon kernels. segments: the number of pieces of L that run in parallel. block:
     channels per CTA, BLOCK or NARROW. backward, backward_block: the same for the backward. ahead: whether the backward
     prefetches the next tile; None: if the CTAs leave registers for that."""
 

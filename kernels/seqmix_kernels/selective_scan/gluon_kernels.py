@@ -364,7 +364,7 @@ def save_state(ptr, h, d, N: gl.constexpr, D, BFP: gl.constexpr, EVEN_D: gl.cons
     if BFP:
         m = gl.max(h.to(gl.int32, bitcast=True) & 0x7FFFFFFF, axis=0) >> 23  # exponent of the largest; 255: not finite
         e = gl.maximum(m, 14)
-        # 2^(141 - e), a little less: |h| scale < 32767
+        # slightly less than 2^(141 - e), so that |h| scale < 32767
         scale = ((268 - gl.minimum(e, 254)) << 23).to(gl.float32, bitcast=True) * SHRINK
         v = (h * scale[None, :] + MAGIC).to(gl.int32, bitcast=True).to(gl.int16)
         if EVEN_D:
@@ -418,7 +418,7 @@ def fwd_kernel(
     lt: gl.constexpr = gl.BlockedLayout([1, BD // 8], [4, 8], [NW, 1], [1, 0])
     lp: gl.constexpr = pair_registers(BD, 1)
     DT: gl.constexpr = x_ptr.dtype.element_ty
-    W: gl.constexpr = 4 // (DT.primitive_bitwidth // 8)  # values a word
+    W: gl.constexpr = 4 // (DT.primitive_bitwidth // 8)  # values per word
     lw: gl.constexpr = gl.BlockedLayout([1, BD // 8 // W], [4, 8], [NW, 1], [1, 0])
     lb: gl.constexpr = gl.BlockedLayout([1, 8 // NW], [16 // NW, 2 * NW], [NW, 1], [1, 0])
     s1: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -579,7 +579,7 @@ def carry_kernel(
     lt: gl.constexpr = gl.BlockedLayout([1, BD // 8], [4, 8], [NW, 1], [1, 0])
     lp: gl.constexpr = pair_registers(BD, 2)
     DT: gl.constexpr = x_ptr.dtype.element_ty
-    W: gl.constexpr = 4 // (DT.primitive_bitwidth // 8)  # values a word
+    W: gl.constexpr = 4 // (DT.primitive_bitwidth // 8)  # values per word
     lw: gl.constexpr = gl.BlockedLayout([1, BD // 8 // W], [4, 8], [NW, 1], [1, 0])
     lb: gl.constexpr = gl.BlockedLayout([1, 8 // NW], [16 // NW, 2 * NW], [NW, 1], [1, 0])
     s1: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -794,7 +794,7 @@ def bwd_kernel(
     ltd: gl.constexpr = gl.SliceLayout(0, lt)
     lp: gl.constexpr = pair_registers(BD, 2)
     DT: gl.constexpr = x_ptr.dtype.element_ty
-    W: gl.constexpr = 4 // (DT.primitive_bitwidth // 8)  # values a word
+    W: gl.constexpr = 4 // (DT.primitive_bitwidth // 8)  # values per word
     lw: gl.constexpr = gl.BlockedLayout([1, BD // 8 // W], [4, 8], [NW, 1], [1, 0])
     lb: gl.constexpr = gl.BlockedLayout([1, 8 // NW], [16 // NW, 2 * NW], [NW, 1], [1, 0])
     lr: gl.constexpr = gl.BlockedLayout([1, 1, 2], [4 // NW, NW, 8], [NW, 1, 1], [2, 1, 0])

@@ -216,7 +216,7 @@ _below_autograd = autograd.below(torch.ops.seqmix.selective_scan_fwd)
 
 
 class _Scan(torch.autograd.Function):
-    """run: what computes the forward: the op below autograd, or its backend directly where nothing needs to see the op."""
+    """run computes the forward: the op below autograd, or its backend directly where nothing needs to see the op."""
 
     @staticmethod
     def forward(ctx, run, settings, *tensors):
@@ -280,8 +280,8 @@ _apply = super(torch.autograd.Function, _Scan).apply  # skips the search for fun
 
 
 def _ordinary(tensors) -> bool:
-    """Whether these are plain dense tensors: no mode, transform, tracer or lazy negation (each of which is a dispatch key) is
-    active, and no __torch_function__ mode or subclass."""
+    """Whether these are plain dense tensors, and no mode, transform, tracer or lazy negation (each of which is a dispatch key)
+    and no __torch_function__ mode is active."""
     if torch._C._dispatch_tls_local_include_set().raw_repr() not in _EAGER or torch._C._len_torch_function_stack():
         return False
     if not _TYPES.issuperset(map(type, tensors)):
