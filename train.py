@@ -173,7 +173,7 @@ def read(cfg: DictConfig) -> Task:
 def leave_group() -> None:
     """Destroy the process group before the interpreter shuts down: otherwise gloo's threads abort one run in ten at exit.
     Lightning does this for NCCL only."""
-    gc.collect()  # DDP's wrapper refers to the group, too
+    gc.collect()  # what still refers to the group must go first
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

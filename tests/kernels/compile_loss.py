@@ -8,7 +8,6 @@ import sys
 
 import torch
 from compile_scan import build, record, report
-from extent import some
 
 from seqmix_kernels.cross_entropy import fused
 
@@ -16,7 +15,7 @@ CASES = [(2, "bfloat16"), (16, "bfloat16"), (77, "float32"), (256, "bfloat16"), 
 
 
 def main(arch):
-    for classes, dtype in some(CASES):
+    for classes, dtype in CASES:
         rows = fused.padded(torch.zeros(classes, 1), getattr(torch, dtype))
         logits, targets = torch.zeros(3, len(rows), dtype=rows.dtype), torch.zeros(3, dtype=torch.int64)
 

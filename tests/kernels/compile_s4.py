@@ -7,7 +7,6 @@ interpreted kernels cannot be compiled.
 """
 
 import json
-import os
 import sys
 
 import torch
@@ -51,7 +50,6 @@ def main(arch: int):
         for kernel, args, meta in record(modules, call):
             types = (str(a.dtype) for a in args if isinstance(a, torch.Tensor))
             key = kernel.__name__, *types, *map(str, sorted(meta.items()))
-            key = key[:1] if os.environ.get("SHORT") else key  # one configuration per kernel
             if key in seen:
                 continue
             seen.add(key)

@@ -14,18 +14,19 @@ F32, BF16, F16 = "float32", "bfloat16", "float16"
 CASES = (
     (90, 16, 64, F32, "uniform", False),
     (600, 2, 5, F32, "one", False),  # more tiles than programs
-    (70, 32, 130, F16, "zipf", False),
     (40, 9, 16, BF16, "uniform", False),
+    (100, 300, 5, F16, "zipf", False),
+    (50, 200, 300, BF16, "ends", True),
+    (17, 40, 1, F32, "uniform", True),
+    (0, 40, 4, F32, "uniform", False),
+    # from here on not in a short run
+    (70, 32, 130, F16, "zipf", False),
     (70, 33, 64, F32, "uniform", False),
     (70, 77, 128, F32, "one", True),
-    (100, 300, 5, F16, "zipf", False),
     (100, 300, 5, F32, "zipf", True),
-    (50, 200, 300, BF16, "ends", True),
     (33, 40, 3, F32, "ends", False),
     (16, 64, 8, F32, "one", False),
     (1, 50, 70, F32, "uniform", False),
-    (17, 40, 1, F32, "uniform", True),
-    (0, 40, 4, F32, "uniform", False),
 )
 
 
@@ -136,10 +137,10 @@ if __name__ == "__main__":
 
     from seqmix_kernels.embedding import fused
 
-    for V in some((5, 50)):
+    for V in (5, 50):  # either kind of kernels
         laws(V, device)
     ranked, fused.SHARES = fused.RANKED, 256  # two rounds of 128 columns for what is one otherwise
-    for c in some(CASES):
+    for c in some(CASES, 7):
         fused.RANKED = 0 if c[-1] else ranked
         print(json.dumps(case(*c, device=device)), flush=True)
     for row in wide_keys(device):

@@ -23,9 +23,9 @@ NORMS = (
     ((4, 40), F32, F16, F32, F16, "n", "dense"),
     ((4, 40), F32, F32, F32, None, "s", "dense"),
     ((4, 40), F32, None, F32, None, "n", "transposed"),
-    ((2, 8192), F32, F32, F32, None, "s n", "dense"),
     ((1, 1), F32, F32, F32, None, "s n", "dense"),
     ((3, 0, 5), F32, F32, F32, None, "s n", "dense"),
+    ((2, 8192), F32, F32, F32, None, "s n", "dense"),  # six seconds: not in a short run
 )
 # shape of h, dtype, layout
 GATES = (
@@ -119,8 +119,8 @@ if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"  # read where the kernels are made, at their first use
     from extent import some
 
-    for case in some(NORMS):
+    for case in some(NORMS, -1):
         print(json.dumps(norm_case(*case)), flush=True)
-    for case in some(GATES):
+    for case in GATES:
         print(json.dumps(gate_case(*case)), flush=True)
     print(json.dumps({"twice": second_derivatives()}), flush=True)

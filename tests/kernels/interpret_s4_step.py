@@ -63,11 +63,9 @@ def errors(case, dtype, device="cpu"):
     ours, theirs = (walk(us, x, made, impl=impl) for impl in ("fused", "reference"))
     assert torch.equal(x, given), "the state given was overwritten"
     assert [t.dtype for t in ours] == [t.dtype for t in theirs] == [dtype, torch.float32]
-    again = walk(us, x, made, impl="fused")
-    over = walk(us, given, made, impl="fused", in_place=True)
-    assert over[1] is given
-    for other in (again, over):
-        assert all(torch.equal(a, b) for a, b in zip(ours, other, strict=True)), "not the same again, or in place"
+    again = walk(us, given, made, impl="fused", in_place=True)
+    assert again[1] is given
+    assert all(torch.equal(a, b) for a, b in zip(ours, again, strict=True)), "not the same again, in place"
     return compare(("y", "x"), ours, theirs, true)
 
 
@@ -102,10 +100,9 @@ def opcheck():
 
 if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"  # read where the kernels are made, at their first use
-    from extent import some
-
+    STEPS = 3  # a case of twelve takes up to twelve seconds here
     opcheck()
-    for *case, dtype in some(CASES):
+    for *case, dtype in CASES:
         print(json.dumps({"case": f"{case} {dtype}"} | errors(case, getattr(torch, dtype))), flush=True)
-    for *case, dtype in some(GATED):
+    for *case, dtype in GATED:
         print(json.dumps({"case": f"gated {case} {dtype}"} | gated_errors(*case, getattr(torch, dtype))), flush=True)

@@ -17,7 +17,7 @@ def test_interpreted_kernels_match_float64_and_keep_the_laws(script):
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
         pytest.skip("the interpreter of Triton 3.6 fails with numpy 2.4")
     rows = script("interpret_embedding.py")
-    assert len(rows) == (8 if script.short else 17)
+    assert len(rows) == (10 if script.short else 17)
     for row in rows:
         # the interpreter truncates to bfloat16, where a GPU rounds
         assert row["ours"] <= 4 * row["torch"] + (2**-8 if "bfloat16" in row["case"] else 2e-7), row
@@ -26,7 +26,7 @@ def test_interpreted_kernels_match_float64_and_keep_the_laws(script):
 def test_kernels_compile_without_spills_and_load_16_bytes_per_access(script):
     pytest.importorskip("triton")
     rows = script("compile_embedding.py", "90")
-    assert len(rows) == (10 if script.short else 27) and all(row["stack"] == 0 for row in rows), rows
+    assert len(rows) == (6 if script.short else 27) and all(row["stack"] == 0 for row in rows), rows
     for row in rows:
         V, D, _ = row["case"].split()
         if row["kernel"] == "one_hot_kernel" and int(V) <= 16:

@@ -34,7 +34,7 @@ def test_interpreted_kernels_match_the_equation(script):
 
 def test_kernels_compile_without_spills(script):
     rows = script("compile_step.py", "90")
-    assert len(rows) == (6 if script.short else 10) and all(row["stack"] == 0 for row in rows), rows
+    assert len(rows) == (3 if script.short else 10) and all(row["stack"] == 0 for row in rows), rows
 
 
 @pytest.fixture(scope="module")
