@@ -135,8 +135,10 @@ def test_a_run_goes_on_bitwise_after_ctrl_c_at_any_moment(tmp_path, monkeypatch,
         patch.setattr(owner, name, interrupted)
         start(stopped, "model=lstm", *RESUME)
     signal.signal(signal.SIGINT, handler)
-    saved = torch.load(stopped / "checkpoints/last.ckpt", weights_only=True)["global_step"]
+    checkpoint = torch.load(stopped / "checkpoints/last.ckpt", weights_only=True)
+    saved = checkpoint["global_step"]
     assert saved == (4 if moment == "in a step" else 3)
+    assert checkpoint["callbacks"]["BestCheckpoint"]["step"] == 3, "no run repeats the validation after step 3"
     start(resumed, "model=lstm", *RESUME, f"ckpt={stopped}/checkpoints/last.ckpt")
     same_from(saved, whole, resumed)
 
