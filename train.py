@@ -41,7 +41,7 @@ from seqmix.callbacks import best_checkpoint
 from seqmix.claim import claim
 from seqmix.command_line import check_command_line
 from seqmix.config import check, check_kernels, check_processes, find_checkpoint, record_resume, register_resolvers
-from seqmix.memory import out_of_memory
+from seqmix.memory import gpu_fault, out_of_memory
 from seqmix.step import NonFiniteError
 from seqmix.sweep.jobs import in_a_sweep, objective, read_summary, take_up
 from seqmix.tasks.base import Task
@@ -140,7 +140,7 @@ def train(cfg: DictConfig, folder: Path, own: Path | None = None) -> dict:
             summary["status"] = "complete"
         except BaseException as error:
             error = unmasked(error, trainer)
-            summary |= {"status": status_of(error), "error": f"{type(error).__name__}: {error}"}
+            summary |= {"status": status_of(error), "error": f"{type(error).__name__}: {error}", "gpu_fault": gpu_fault(error)}
             raise error
         finally:
             if module.step is not None:
@@ -153,7 +153,7 @@ def train(cfg: DictConfig, folder: Path, own: Path | None = None) -> dict:
                 "chance/sequence_accuracy": task.chance_sequence_accuracy,
                 **facts,
             }
-            for callback in callbacks:
+            for callback in () if summary.get("gpu_fault") else callbacks:  # they may read tensors on the GPU
                 summary |= callback.summary() if hasattr(callback, "summary") else {}
             if trainer.is_global_zero:
                 write(summary, folder, loggers)

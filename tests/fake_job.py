@@ -25,7 +25,7 @@ def facts(path):
     found = {"source read": tracking.source_state.cache_info().currsize}
     found |= {"cuda": torch.cuda.is_initialized() or torch.cuda._cached_device_count is not None}
     found |= {"asked": torch.get_num_threads(), "before": len(os.listdir("/proc/self/task"))}
-    torch.nn.Linear(512, 512)(torch.ones(4096, 512)).exp().sum().backward()
+    torch.ones(4096, 512).exp()  # no backward: with a GPU, autograd has threads of its own
     found |= {"after": len(os.listdir("/proc/self/task"))}
     if torch.cuda.is_available():
         torch.ones(1, device="cuda").item()
@@ -41,8 +41,9 @@ def main():
         with events.open("a") as file:
             file.write(json.dumps([what, seed, time.monotonic(), dict(os.environ), sys.argv[1:]]) + "\n")
 
-    def end(status, code=0):
-        (folder / "summary.json").write_text(json.dumps({"status": status, "best/val/loss": 0.5, "test/token_accuracy": 0.75}))
+    def end(status, code=0, **more):
+        found = {"status": status, "best/val/loss": 0.5, "test/token_accuracy": 0.75} | more
+        (folder / "summary.json").write_text(json.dumps(found))
         note(status)
         sys.exit(code)
 
@@ -52,7 +53,7 @@ def main():
     behaviours = json.loads(os.environ["FAKE"]).get(seed, ["complete"])
     behaviour = behaviours[min(attempt, len(behaviours)) - 1]
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if behaviour in ("SIGKILL", "SIGSEGV", "SIGTERM"):
+    if behaviour in ("SIGKILL", "SIGSEGV", "SIGTERM", "SIGABRT"):
         os.kill(os.getpid(), getattr(signal, behaviour))
     elif behaviour == "kills its parent":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -64,6 +65,8 @@ def main():
         time.sleep(60)
     elif behaviour == "waits":
         time.sleep(60)
+    elif behaviour == "gpu fault":
+        end("failed", 1, gpu_fault=True, error="CUDA error: an illegal memory access was encountered")
     elif behaviour.startswith("exit"):
         print("the last word")
         sys.exit(int(behaviour[4:]))

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 
 import torch
 
@@ -36,3 +37,27 @@ class Full(LSTM):
         if self.training and len(x) > 2:
             raise torch.OutOfMemoryError(f"tried to allocate for {len(x)} rows")
         return super().forward(x)
+
+
+class BadKernel(Faulty):
+    """On a GPU: a kernel reads where nothing is, which ends every process that shares the GPU under MPS."""
+
+    def fault(self, x):
+        if x.is_cuda:
+            x.new_zeros(4)[torch.full((1,), 2**30, device=x.device)]
+            torch.cuda.synchronize()
+
+
+class Fated(Faulty):
+    """What happens is decided by the run's seed; late enough that jobs beside it are training."""
+
+    def fault(self, x):
+        kind = {3: "kill", 7: "memory", 11: "kernel"}.get(torch.initial_seed())
+        if kind:
+            time.sleep(4)
+        if kind == "kill":
+            Killed.fault(self, x)
+        elif kind == "memory":
+            torch.empty(2**50, dtype=torch.int8, device=x.device)
+        elif kind == "kernel":
+            BadKernel.fault(self, x)

@@ -423,7 +423,7 @@ def test_any_folder_can_be_handed_to_a_job(folder):
 
 def test_the_table_in_a_terminal_and_after(tmp_path, monkeypatch, capsys):
     jobs = [Job(n, str(n), str(tmp_path / str(n)), [f"seed={n}", "model=lstm"]) for n in range(3)]
-    live = table.Live(tmp_path, jobs, 1)
+    live = table.Live(tmp_path, jobs, 1, {"0": 9, "1": 9, "2": -1}, " under MPS")
     live.console = Console(force_terminal=True, width=120, record=True)
     with live:
         jobs[0].status, jobs[0].seconds = "complete", 2.0
@@ -435,6 +435,7 @@ def test_the_table_in_a_terminal_and_after(tmp_path, monkeypatch, capsys):
         live.drawn = 0.0
         live.refresh()
     shown = capsys.readouterr().out
+    assert "steps/s, at most 1 at once under MPS" in shown.replace("\n", " ")
     assert "1/3 done, 1 running, 1 queued" in shown and "0:00:0" in shown and "step 3/9 (33%)" in shown
     jobs[1].status, jobs[1].error = "oom", "[no] markup"
     table.show(tmp_path, jobs)

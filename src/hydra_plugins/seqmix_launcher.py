@@ -17,12 +17,14 @@ class QueueLauncher(Launcher):
     """Runs every job in a process of its own (seqmix.sweep.queue). The arguments are those of its Settings."""
 
     def __init__(
-        self, n_jobs: int | None, gpus_per_job: int, threads: int | None, retries: int, max_failures: int | None,
+        self, n_jobs: int | None, jobs_per_gpu: int | str, gpus_per_job: int, threads: int | None, retries: int, max_failures: int | None,
         on_oom: str, skip: Sequence[str], runner: Sequence[str | int], grace_seconds: float,
     ):  # fmt: skip
         from seqmix.sweep.queue import Settings
 
-        self.settings = Settings(n_jobs, gpus_per_job, threads, retries, max_failures, on_oom, skip, runner, grace_seconds)
+        self.settings = Settings(
+            n_jobs, jobs_per_gpu, gpus_per_job, threads, retries, max_failures, on_oom, skip, runner, grace_seconds
+        )
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         from seqmix.sweep.queue import Queue

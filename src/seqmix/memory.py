@@ -132,3 +132,12 @@ def out_of_memory(error: BaseException | None) -> bool:
         return False
     of_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
     return of_cpu or isinstance(error, torch.OutOfMemoryError | MemoryError) or out_of_memory(error.__cause__)
+
+
+def gpu_fault(error: BaseException | None) -> bool:
+    """Whether `error`, or an error that caused it, says that the GPU cannot be used any more by this process. Triton and some
+    of torch's own code have no type for it, so there the text tells."""
+    if error is None or out_of_memory(error):
+        return False
+    of_text = isinstance(error, RuntimeError) and ("CUDA error" in str(error) or "Triton Error [CUDA]" in str(error))
+    return of_text or isinstance(error, torch.AcceleratorError) or gpu_fault(error.__cause__)

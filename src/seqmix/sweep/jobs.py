@@ -32,6 +32,7 @@ class Job:
     status: queued, running, complete, failed, oom, diverged, interrupted, killed (kill -9, or by the system when memory ran
     out), skipped (an earlier command had run it). attempts: processes that this command has started for it; `retried` of them
     followed a failure. halvings: how often any command has halved its micro-batch. seconds: duration of the last process.
+    isolated: a GPU fault, its own or that of a job on the same GPU, ended it under MPS; since then it runs without MPS.
     """
 
     number: int
@@ -43,6 +44,7 @@ class Job:
     attempts: int = 0
     retried: int = 0
     halvings: int = 0
+    isolated: bool = False
     exit_code: int | None = None
     seconds: float | None = None
     result: float | None = None  # token accuracy: test, else validation

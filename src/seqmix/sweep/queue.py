@@ -25,11 +25,12 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import HydraContext
 from omegaconf import DictConfig, open_dict
 
+from seqmix import signatures
 from seqmix.display import refuse
 from seqmix.folders import lock
 from seqmix.fork_server import Child, Server
 from seqmix.sweep import script as scripts
-from seqmix.sweep import table
+from seqmix.sweep import sharing, table
 from seqmix.sweep.jobs import (
     ENDS,
     PARENT,
@@ -60,6 +61,7 @@ class Settings:
     """The settings in conf/hydra/launcher/queue.yaml, which explains them. ValueError for an invalid one."""
 
     n_jobs: int | None
+    jobs_per_gpu: int | str
     gpus_per_job: int
     threads: int | None
     retries: int
@@ -76,6 +78,8 @@ class Settings:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"hydra.launcher.{name} must be an integer of at least {least}, got {value!r}")
+        if self.jobs_per_gpu != "auto" and (not signatures.fits(self.jobs_per_gpu, int) or self.jobs_per_gpu < 1):
+            raise ValueError(f"hydra.launcher.jobs_per_gpu must be auto or at least 1, got {self.jobs_per_gpu!r}")
         if not self.grace_seconds >= 0:
             raise ValueError(f"hydra.launcher.grace_seconds must be at least 0, got {self.grace_seconds!r}")
         if self.on_oom not in ("record", "halve"):
@@ -94,6 +98,7 @@ class Running(NamedTuple):
     process: subprocess.Popen | Child
     slot: int
     gpus: str | None  # CUDA_VISIBLE_DEVICES of the process
+    shares: bool  # a GPU with other jobs under MPS, whose faults end it too
     began: float
 
 
@@ -112,8 +117,8 @@ class Queue:
         self.folder = Path(config.hydra.sweep.dir)
         self.failures = 0
         self.gpus = _gpus()
-        self.n_jobs = settings.n_jobs or max(1, len(self.gpus) // settings.gpus_per_job)
-        self.threads = settings.threads or max(1, _cores() // self.n_jobs)
+        self.n_jobs = 1
+        self.mps: dict[str, str] | None = None  # the environment of jobs that share a GPU under MPS
         self.source = source_facts(source_state())
         self.forks = sys.platform == "linux" and not settings.runner
         self.server: Server | None = None  # of all the batches of a search
@@ -129,8 +134,10 @@ class Queue:
         unique = list({job.run_id: job for job in jobs}.values())
         record["jobs"] |= {job.run_id: job for job in unique}
         self._skip_complete(unique)
-        with table.Live(self.folder, unique, self.n_jobs) as live:
-            stopped = self._work(unique, configs, record, descriptor, live)
+        with self._sharing([configs[job.run_id][0] for job in unique if job.status == "queued"]) as note:
+            steps = {job.run_id: configs[job.run_id][0].trainer.max_steps for job in unique}
+            with table.Live(self.folder, unique, self.n_jobs, steps, note) as live:
+                stopped = self._work(unique, configs, record, descriptor, live)
         if stopped:
             table.show(self.folder, unique)
             log.warning("%s; run the same command again to resume", stopped[1])
@@ -159,7 +166,7 @@ class Queue:
                 for at in [at for at in running if at.process.poll() is not None]:
                     running.remove(at)
                     self._end(at, configs[at.job.run_id][0])
-                    if self._again(at.job, configs[at.job.run_id][0]):
+                    if self._again(at, configs[at.job.run_id][0]):
                         waiting.insert(0, at.job)
                     self._save(record)
                     live.ended(at.job)
@@ -174,6 +181,31 @@ class Queue:
                 live.ended(at.job)
             self._save(record)
             return 128 + received[0], f"interrupted, {len(waiting)} jobs were not started"
+
+    @contextlib.contextmanager
+    def _sharing(self, configs: Sequence[DictConfig]) -> Iterator[str]:
+        """Decides how many jobs run at once, and under MPS where several share a GPU; gives a note about it."""
+        alone = max(1, len(self.gpus) // self.settings.gpus_per_job)
+        per_gpu = self.settings.jobs_per_gpu
+        chosen = per_gpu == "auto" and self.settings.n_jobs is None
+        estimate = max(map(sharing.bytes_of, configs), default=0) if self.gpus else 0
+        if per_gpu == "auto":
+            may_share = chosen and estimate and self.settings.gpus_per_job == 1
+            per_gpu = sharing.jobs_per_gpu(estimate, _cores() // len(self.gpus)) if may_share else 1
+        self.n_jobs = self.settings.n_jobs or alone * per_gpu
+        self.mps = None
+        if not self.gpus or self.n_jobs <= alone:
+            yield ""
+            return
+        with sharing.daemon() as found:
+            if isinstance(found, str):
+                how = "each GPU runs one job at a time" if chosen else "the jobs on a GPU take turns"
+                log.warning("%s, because there is no MPS: %s", how, found)
+                self.n_jobs = alone if chosen else self.n_jobs
+                yield ""
+            else:
+                self.mps = found
+                yield f" under MPS, at most about {estimate / 2**30:.1f} GiB each"
 
     def _compose(self, asked: Sequence[Sequence[str]], first: int, known: dict[str, Job]) -> tuple[list[Job], dict]:
         jobs, configs = [], {}
@@ -220,19 +252,22 @@ class Queue:
         if self.gpus:
             k = self.settings.gpus_per_job
             gpus = env["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus[(slot * k + i) % len(self.gpus)] for i in range(k))
+        if self.mps is not None:
+            env |= sharing.ISOLATED if job.isolated else self.mps
         with (job.path / "output.log").open("a", encoding="utf-8") as output:
             line = [*map(str, self.settings.runner), str(self.script), *overrides]
             output.write(f"$ {shlex.join(['python', *line])}\n")
             output.flush()
             began = time.monotonic()
             process = self._process(line, env, output, descriptor)
-        return Running(job, process, slot, gpus, began)
+        return Running(job, process, slot, gpus, self.mps is not None and not job.isolated, began)
 
     def _process(self, line: list[str], own: dict[str, str], output: TextIO, descriptor: int) -> subprocess.Popen | Child:
         """`python *line`, with `own` in its environment. In a process group of its own, and in another session than this
         process: Ctrl-C reaches a job through this process, once."""
         env = os.environ | {PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
-        env.setdefault("OMP_NUM_THREADS", str(self.threads))  # not MKL_NUM_THREADS, which could contradict it
+        threads = self.settings.threads or max(1, _cores() // self.n_jobs)
+        env.setdefault("OMP_NUM_THREADS", str(threads))  # not MKL_NUM_THREADS, which could contradict it
         if self.forks:
             try:
                 if self.server is None:  # what libraries read when they are loaded is the same for all jobs
@@ -263,16 +298,22 @@ class Queue:
             "attempts": job.attempts,
             "exit_code": job.exit_code,
             "gpus": at.gpus,
+            "mps": at.shares,
             "process_seconds": job.seconds,
         }
         if overrides := halved(cfg, job.halvings):
             summary["micro_batch"] = {"halvings": job.halvings} | dict(o.split("=") for o in overrides[:2])
         write_json(summary, job.path / "summary.json")
 
-    def _again(self, job: Job, cfg: DictConfig) -> bool:
+    def _again(self, at: Running, cfg: DictConfig) -> bool:
         """Whether to start the job again; if not, and it did not complete, it counts as a failure."""
-        again = False
-        if job.status == "oom" and self.settings.on_oom == "halve" and halved(cfg, job.halvings + 1):
+        again, job = False, at.job
+        if at.shares and job.status == "failed" and (
+            read_summary(job.path).get("gpu_fault") or job.exit_code in (-signal.SIGABRT, -signal.SIGSEGV)
+        ):  # its own fault, or that of a job beside it: CUDA does not say
+            again = job.isolated = True
+            log.warning("%s: a GPU fault, its own or that of a job beside it; it runs again without MPS", job.folder)
+        elif job.status == "oom" and self.settings.on_oom == "halve" and halved(cfg, job.halvings + 1):
             again = True
             job.halvings += 1
         elif job.status in ("failed", "killed", "interrupted"):

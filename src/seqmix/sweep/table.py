@@ -7,9 +7,10 @@ failed    model=lstm seed=0    ValueError: ...
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -29,13 +30,15 @@ SHOWN = 12  # failures in the live table
 class Live:
     """`with Live(...) as live`: call `started` and `ended` for each job, and `refresh` as often as you like."""
 
-    def __init__(self, folder: Path, jobs: Sequence[Job], n_jobs: int):
-        self.folder, self.jobs, self.n_jobs = folder, jobs, n_jobs
+    def __init__(self, folder: Path, jobs: Sequence[Job], n_jobs: int, steps: Mapping[str, int], sharing: str = ""):
+        """steps: run_id -> the optimizer steps of the whole run, or -1. sharing: words about jobs that share a GPU."""
+        self.folder, self.jobs, self.n_jobs, self.steps, self.sharing = folder, jobs, n_jobs, steps, sharing
         self.console = display.console(stderr=True)
         self.labels = labels(jobs)
         self.began = self.drawn = time.monotonic()
         self.since: dict[int, float] = {}  # running job's number -> when its process began
         self.took: list[float] = []
+        self.first: dict[int, int] = {}  # job's number -> steps that earlier processes had taken
         self.live = None
 
     def __enter__(self) -> Live:
@@ -43,7 +46,8 @@ class Live:
             self.live = rich.live.Live(self._draw(), console=self.console, auto_refresh=False, transient=True)
             self.live.start()
         else:
-            self.say(f"sweep {self.folder}: {self._counts()}; at most {self.n_jobs} at once")
+            steps = sum(max(0, self.steps[job.run_id]) for job in self.jobs if job.status == "queued")
+            self.say(f"sweep {self.folder}: {self._counts()}; {steps:,} steps; at most {self.n_jobs} at once{self.sharing}")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -52,6 +56,7 @@ class Live:
 
     def started(self, job: Job) -> None:
         self.since[job.number] = time.monotonic()
+        self.first.setdefault(job.number, _steps_of(job))
         if self.live is None:
             self.say(f"start     {self.labels[job.run_id]}" + (f"  (attempt {job.attempts})" if job.attempts > 1 else ""))
 
@@ -63,7 +68,8 @@ class Live:
         line = f"{word:9} {self.labels[job.run_id]}  {result(job)}  {job.seconds:.1f} s"
         if self.live is None:
             left = self._seconds_left()
-            self.say(f"{line}  [{self._counts()}" + (f", {_clock(left)} left]" if left is not None else "]"))
+            words = [self._counts(), f"{self._rate():,.0f} steps/s", *([] if left is None else [f"{_clock(left)} left"])]
+            self.say(f"{line}  [{', '.join(words)}]")
         elif job.status not in DONE:
             self.say(line)
 
@@ -79,6 +85,7 @@ class Live:
         left = self._seconds_left()
         passed = _clock(time.monotonic() - self.began)
         head = f"{self.folder}  {self._counts()}  {passed}" + (f" < {_clock(left)}" if left is not None else "")
+        head += f"  {self._rate():,.0f} steps/s, at most {self.n_jobs} at once{self.sharing}"
         rows = Table(box=None, show_header=False, pad_edge=False)
         for job in [j for j in self.jobs if j.status == "running"]:
             step = display.visible(last_line(job.path / "output.log", display.PROGRESS))
@@ -95,6 +102,12 @@ class Live:
         words += [f"{n} {status}" for status, n in count.items() if status not in DONE]
         return ", ".join(words)
 
+    def _rate(self) -> float:
+        """Optimizer steps per second of all jobs of this command, since it began. What a running job has not printed yet, at
+        most its last 15 seconds, is missing."""
+        steps = sum(max(0, _steps_of(job) - self.first[job.number]) for job in self.jobs if job.number in self.first)
+        return steps / (time.monotonic() - self.began)
+
     def _seconds_left(self) -> float | None:
         """Estimated from the mean duration of the jobs that this command has completed."""
         if not self.took:
@@ -102,6 +115,12 @@ class Live:
         mean, now = sum(self.took) / len(self.took), time.monotonic()
         work = sum(mean for job in self.jobs if job.status == "queued")
         return (work + sum(max(0.0, mean - (now - began)) for began in self.since.values())) / self.n_jobs
+
+
+def _steps_of(job: Job) -> int:
+    """The steps of a job so far, according to its last line of progress."""
+    words = last_line(job.path / "output.log", display.PROGRESS).removeprefix(display.PROGRESS)
+    return int(re.match(r"\d*", words)[0] or 0)
 
 
 def show(folder: Path, jobs: Sequence[Job]) -> None:
