@@ -279,6 +279,43 @@ def test_the_rate_is_picked_on_validation_and_a_diverged_seed_counts_against_it(
     assert cell.results["token_accuracy"].median == 0.8
 
 
+def test_rates_are_compared_on_the_seeds_that_all_of_them_have(tmp_path):
+    """Further seeds of the rate that was picked do not change the pick."""
+    for name, lr, seed, value in (("a", 1e-3, 0, 0.5), ("b", 2e-3, 0, 0.4), ("b1", 2e-3, 1, 0.9), ("b2", 2e-3, 2, 0.8)):
+        make_run(tmp_path / f"s/{name}", lr=lr, seed=seed, summary=loss(value))
+    cell = the_cell(report_of(tmp_path / "s"))
+    assert cell.lr == 2e-3 and len(cell.used) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "improving"),
+    [
+        ("val/token_accuracy", [0.3, 0.5, 0.6, 0.6, 0.62], True),
+        ("val/token_accuracy", [0.3, 0.5, 0.6, 0.62, 0.625], False),  # less than a percentage point
+        ("val/token_accuracy", [0.3, 0.5, 0.9, 0.7, 0.8], False),  # its best was earlier
+        ("val/token_accuracy", [0.3, math.nan, math.nan, math.nan, 0.9], True),
+        ("val/token_accuracy", [0.9], False),
+        ("val/loss", [3.0, 2.0, 1.5, 1.4, 1.38], True),
+        ("val/loss", [3.0, 2.0, 1.5, 1.4, 1.39], False),  # less than 1 %
+    ],
+)
+def test_a_cell_whose_runs_were_still_improving_is_told(tmp_path, name, values, improving):
+    summary = {"val/bits_per_byte": 1.0} if name == "val/loss" else {}
+    folder = make_run(tmp_path / "s/0", summary=summary)
+    rows = [f"{100 * (i + 1)},{value}" for i, value in enumerate(values)]
+    (folder / "metrics.csv").write_text("\n".join([f"step,{name}", *rows, ""]))
+    report = report_of(tmp_path / "s")
+    assert said(report, "Still improving", "mamba L=64 1 of 1") is improving
+    assert rows_of(cells_csv(report))[0]["still_improving"] == str(int(improving))
+
+
+def test_runs_that_shared_a_gpu_are_told_and_steps_to_99_are_shown(tmp_path):
+    for seed in range(3):
+        make_run(tmp_path / f"s/{seed}", seed=seed, summary={"steps_to/0.99": 100 * (seed + 1), "job": {"mps": seed > 0}})
+    report = report_of(tmp_path / "s")
+    assert said(report, "2 runs shared a GPU") and the_cell(report).results["steps_to_99"].median == 200
+
+
 def test_where_every_rate_failed_there_is_no_result_and_no_mix_of_rates(tmp_path):
     for i, lr in enumerate((1e-2, 1e-1)):
         make_run(tmp_path / f"s/{i}", lr=lr, status="diverged")
@@ -503,10 +540,12 @@ def test_the_command_writes_four_files_that_name_no_place_of_this_machine(tmp_pa
         assert stop.value.code == 2
 
 
-def test_two_hundred_runs_take_seconds_and_the_page_stays_small(tmp_path):
+def test_five_hundred_runs_take_seconds_and_the_page_stays_small(tmp_path):
     models = tuple(made_runs.NATURE)
-    make_sweep(tmp_path / "s", models=models, lengths=(64, 128, 256, 512), seeds=(0, 1, 2, 3, 4), lrs=(1e-3, 2e-3), rows=100)
+    rates = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
+    make_sweep(tmp_path / "s", models=models, lengths=(64, 128, 256, 512), seeds=range(5), lrs=rates, rows=100)
+    assert len([*(tmp_path / "s").glob("*/summary.json")]) == 500
     began = time.process_time()  # of this process: the machine may be busy with others
     main([str(tmp_path / "s")])
     assert time.process_time() - began < 5
-    assert (tmp_path / "s/report/index.html").stat().st_size < 2e6
+    assert (tmp_path / "s/report/index.html").stat().st_size < 6e6

@@ -17,8 +17,8 @@ class QueueLauncher(Launcher):
     """Runs every job in a process of its own (seqmix.sweep.queue). The arguments are those of its Settings."""
 
     def __init__(
-        self, n_jobs: int | None, jobs_per_gpu: int | str, gpus_per_job: int, threads: int | None, retries: int, max_failures: int | None,
-        on_oom: str, skip: Sequence[str], runner: Sequence[str | int], grace_seconds: float,
+        self, n_jobs: int | None, jobs_per_gpu: int | str, gpus_per_job: int, threads: int | None, retries: int,
+        max_failures: int | None, on_oom: str, skip: Sequence[str], runner: Sequence[str | int], grace_seconds: float,
     ):  # fmt: skip
         from seqmix.sweep.queue import Settings
 

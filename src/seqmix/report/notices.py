@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
-from seqmix.report.runs import AVERAGED, FACTS
+from seqmix.report.runs import AVERAGED, FACTS, still_improving
 
 if TYPE_CHECKING:
     from seqmix.report.results import Cell, Report
@@ -29,6 +29,12 @@ def find_notices(report: Report, repeated: int) -> list[str]:
     steps = {id(c): sorted({run.number("steps") for run in c.used if run.status == "complete"} - {None}) for c in cells}
     if uneven := [f"{_at(c)} {steps[id(c)][0]:.0f} to {steps[id(c)][-1]:.0f}" for c in cells if len(steps[id(c)]) > 1]:
         out.append(f"Seeds of one cell were trained for different numbers of steps: {_some(uneven, 6)}.")
+    growing = {id(c): sum(map(still_improving, c.used)) for c in cells}
+    if named := [f"{_at(c)} {growing[id(c)]} of {len(c.used)}" for c in cells if growing[id(c)]]:
+        out.append(f"Still improving in the last fifth of their steps, so that more steps would give more: {_some(named, 12)}.")
+    if shared := sum(bool(run.summary.get("job", {}).get("mps")) for c in cells for run in c.used):
+        why = "shared a GPU with other jobs (MPS), so that their speeds and run times are not those of a run alone"
+        out.append(f"{_count(shared, 'run')} {why}.")
     if halved := [run.name for run in report.runs if "micro_batch" in run.summary]:
         why = "ran in smaller micro-batches after running out of memory: same steps, other costs"
         out.append(f"{_count(len(halved), 'run')} {why} ({_some(halved, 4)}).")

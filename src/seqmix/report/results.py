@@ -1,7 +1,8 @@
 """Runs -> results. The unit of a result is (learning rate, picked on validation) x seeds.
 
     runs of one config, but for seed and learning rate      a cell
-    learning rate of a cell     the smallest median over seeds of the best val/loss; a seed that diverged counts as infinite
+    learning rate of a cell     the smallest median of the best val/loss over the seeds that all rates have (where they share
+                                none, over all); a seed that diverged counts as infinite
     number of a cell            median over the seeds at that rate, with a 95 % bootstrap interval of the median
                                 (percentile method, Efron & Tibshirani 1993, §13.3; 2000 resamples from a fixed seed)
 
@@ -197,6 +198,7 @@ def _metrics(split: str) -> list[Metric]:
         Metric("state_bytes", "cost", "State", "bytes per row", "lower", 1.0, True, of("memory/state_bytes")),
         Metric("params", "cost", "Parameters", "", "neither", 1.0, True, of("memory/params")),
         Metric("seconds", "cost", "Run time", "s", "lower", 1.0, True, of("seconds")),
+        Metric("steps_to_99", "cost", "Steps to 99 % of val tokens", "", "lower", 1.0, True, of("steps_to/0.99")),
     ]
 
 
@@ -291,7 +293,8 @@ def _pick_rate(cell: Cell) -> None:
     for run in cell.runs:
         tried[run.lr].append(run)
     cell.tried = {lr: sorted(tried[lr], key=lambda r: (r.seed is None, r.seed)) for lr in sorted(tried, key=lambda x: x or 0)}
-    losses = {lr: rate_loss(runs) for lr, runs in cell.tried.items()}
+    common = set.intersection(*({run.seed for run in runs} for runs in cell.tried.values()))
+    losses = {lr: rate_loss([r for r in runs if r.seed in common or not common]) for lr, runs in cell.tried.items()}
     ranked = sorted((loss, -len(cell.tried[lr]), lr) for lr, loss in losses.items() if loss is not None)
     if ranked and math.isfinite(ranked[0][0]):
         cell.lr = ranked[0][2]

@@ -88,6 +88,19 @@ class Run(NamedTuple):
         return value if ok else None
 
 
+def still_improving(run: Run) -> bool:
+    """Whether the best validation in the last fifth of a run's steps is clearly better than the best before: by more than a
+    percentage point of token accuracy, or, for text, by more than 1 % of the loss. Such a run ended too early to say where it
+    would arrive."""
+    of_text = run.number("val/bits_per_byte") is not None
+    curve = [(step, -v if of_text else v) for step, v in run.curves.get("val/loss" if of_text else "val/token_accuracy", [])]
+    bound = 0.8 * max((step for step, _ in curve), default=0)
+    early, late = ([v for step, v in curve if (step > bound) == is_late and math.isfinite(v)] for is_late in (False, True))
+    if not early or not late:
+        return False
+    return max(late) - max(early) > (0.01 * abs(max(early)) if of_text else 0.01)
+
+
 def command(overrides: Iterable[str], multirun: bool = False) -> str:
     return " ".join(["python train.py", *["-m"][:multirun], *map(shlex.quote, overrides)])
 

@@ -6,6 +6,7 @@ import csv
 import io
 
 from seqmix.report.results import Cell, Metric, Report, Result, code_name, commands, designs
+from seqmix.report.runs import still_improving
 
 LABELS = {
     "oom": "out of memory",
@@ -129,12 +130,14 @@ def _row(values: list) -> list[str]:
 def cells_csv(report: Report) -> str:
     """One row per cell: median, interval and number of finite seeds of every metric, in the units of summary.json."""
     names = [m.name for m in report.metrics]
-    head = ["task", "model", "variant", "size", "seq_len", "lr", "rates_tried", "seeds", "complete", "status"]
+    head = ["task", "model", "variant", "size", "seq_len", "lr", "rates_tried", "seeds", "complete", "still_improving"]
+    head.append("status")
     head += [f"{name}{end}" for name in names for end in ("", "_low", "_high", "_finite")]
     rows = []
     for cell in report.cells:
         row = [cell.task, cell.model, cell.variant, cell.size, cell.seq_len, cell.lr, len(cell.tried), len(cell.used)]
-        row += [cell.complete, " ".join(f"{status}:{n}" for status, n in cell.statuses.items())]
+        row += [cell.complete, sum(map(still_improving, cell.used))]
+        row.append(" ".join(f"{status}:{n}" for status, n in cell.statuses.items()))
         for name in names:
             r = cell.results[name]
             row += [r.median, r.low, r.high, r.finite]

@@ -308,9 +308,9 @@ class Queue:
     def _again(self, at: Running, cfg: DictConfig) -> bool:
         """Whether to start the job again; if not, and it did not complete, it counts as a failure."""
         again, job = False, at.job
-        if at.shares and job.status == "failed" and (
-            read_summary(job.path).get("gpu_fault") or job.exit_code in (-signal.SIGABRT, -signal.SIGSEGV)
-        ):  # its own fault, or that of a job beside it: CUDA does not say
+        aborted = job.exit_code in (-signal.SIGABRT, -signal.SIGSEGV)
+        if at.shares and job.status == "failed" and (aborted or read_summary(job.path).get("gpu_fault")):
+            # its own fault, or that of a job beside it: CUDA does not say
             again = job.isolated = True
             log.warning("%s: a GPU fault, its own or that of a job beside it; it runs again without MPS", job.folder)
         elif job.status == "oom" and self.settings.on_oom == "halve" and halved(cfg, job.halvings + 1):
