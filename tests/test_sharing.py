@@ -60,6 +60,13 @@ def test_sweeps_share_one_daemon_which_the_last_one_ends(control):
     assert not runs.exists() and (control.folder / "starts").read_text() == "start "
 
 
+def test_a_sweep_that_is_interrupted_ends_its_daemon(control):
+    with pytest.raises(SystemExit), sharing.daemon():
+        assert (control.folder / "runs").exists()
+        raise SystemExit(130)
+    assert not (control.folder / "runs").exists()
+
+
 def test_a_daemon_left_by_a_sweep_that_was_killed_is_used_and_ended(control):
     control.folder.mkdir()
     (control.folder / "runs").touch()
