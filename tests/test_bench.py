@@ -15,7 +15,8 @@ import torch
 from offline import Read
 from runs import CONF, names
 
-from seqmix.bench import figures, pool, results
+from seqmix import figures
+from seqmix.bench import pool, results
 from seqmix.bench.__main__ import _unused, compose_bench, main, to_wandb, write
 from seqmix.bench.grid import Point, grid
 from seqmix.bench.kernels import cases, kernel_cost

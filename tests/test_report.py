@@ -9,6 +9,7 @@ import math
 import shlex
 import sys
 import time
+from xml.etree import ElementTree
 
 import made_runs
 import numpy as np
@@ -22,7 +23,7 @@ from seqmix.report.__main__ import main
 from seqmix.report.page import band, page, payload
 from seqmix.report.results import build_report, commands, summarize
 from seqmix.report.runs import find_runs, flat, read_run
-from seqmix.report.tables import cells_csv, headline, markdown, runs_csv
+from seqmix.report.tables import cells_csv, figures, headline, markdown, runs_csv
 
 
 def report_of(folder, **options):
@@ -512,6 +513,23 @@ def test_a_text_of_a_run_cannot_end_the_script_or_start_an_element(tmp_path):
     assert (
         "<img" not in out and out.count("</script>") == 2 and "&lt;img src=x" in out and "<b>" not in out.split("<footer>")[1]
     )
+
+
+def test_a_task_of_several_lengths_has_a_figure(tmp_path):
+    """A point per cell with its interval, a cross with the status where there is no number; no figure for a single length."""
+    for length, seed in ((64, 0), (64, 1), (128, 0), (128, 1)):
+        make_run(tmp_path / f"s/{length}-{seed}", "s4", seq_len=length, seed=seed, accuracy=0.5 + 0.2 * seed)
+        make_run(
+            tmp_path / f"s/l{length}-{seed}", "lstm", seq_len=length, seed=seed, status="oom" if length > 64 else "complete"
+        )
+    make_run(tmp_path / "s/copy", task="copy")
+    ((name, svg),) = figures(report_of(tmp_path / "s")).items()
+    assert name == "token_accuracy_selective_copy.svg" and name in markdown(report_of(tmp_path / "s"))
+    drawn = ElementTree.fromstring(svg)
+    heights = [float(mark.get("cy")) for mark in drawn.findall("{*}circle")][1:]  # the first is the legend's
+    assert len(heights) == 1 and "lstm: out of memory" in svg
+    bars = [line for line in drawn.findall("{*}line") if "line" in line.get("class") and line.get("x1") == line.get("x2")]
+    assert len(bars) == 3 and "Medians of 2 seeds" in svg
 
 
 def test_without_a_test_the_validation_is_reported_as_such(tmp_path):

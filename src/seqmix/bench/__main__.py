@@ -27,8 +27,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from seqmix import display
-from seqmix.bench import figures, pool, results
+from seqmix import display, figures
+from seqmix.bench import pool, results
 from seqmix.bench.grid import TYPES, Point, grid
 from seqmix.command_line import check_keys, check_set_once
 from seqmix.config import hydra_at, register_resolvers

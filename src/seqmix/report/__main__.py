@@ -18,11 +18,11 @@ from seqmix import display
 from seqmix.report.page import page
 from seqmix.report.results import build_report
 from seqmix.report.runs import AVERAGED, find_runs, not_started, tidy
-from seqmix.report.tables import cells_csv, headline, markdown, runs_csv
+from seqmix.report.tables import cells_csv, figures, headline, markdown, runs_csv
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Write index.html, report.md, cells.csv and runs.csv. Exits with code 2 and a one-line error if the input is wrong."""
+    """Write index.html, report.md, two CSV files and figures. Exits with code 2 and a one-line error if the input is wrong."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser("python -m seqmix.report", description="Compare runs, reading only their folders.")
     parser.add_argument("folders", nargs="+", type=Path, help="run folders, sweeps, or folders that contain these")
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
         "report.md": markdown(report),
         "cells.csv": cells_csv(report),
         "runs.csv": runs_csv(report),
-    }
+    } | figures(report)
     try:
         out.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():

@@ -1,10 +1,11 @@
-"""A Report as Markdown and CSV."""
+"""A Report as Markdown, figures and CSV."""
 
 from __future__ import annotations
 
 import csv
 import io
 
+from seqmix.figures import figure
 from seqmix.report.results import Cell, Metric, Report, Result, code_name, commands, designs
 from seqmix.report.runs import still_improving
 
@@ -79,6 +80,8 @@ def markdown(report: Report) -> str:
         "Medians over seeds at the learning rate with the best validation loss; 95 % bootstrap intervals of the median.",
         "",
     ]
+    for name in figures(report):
+        out += [f"![{name.removesuffix('.svg')}]({name})", ""]
     for task in report.tasks:
         mine = [cell for cell in report.cells if cell.task == task]
         shown = [m for m in report.metrics if m.kind == "accuracy"] or [m for m in report.metrics if m.kind == "loss"]
@@ -117,6 +120,33 @@ def markdown(report: Report) -> str:
     for cell in report.cells:
         out += commands(cell) or [f"# {cell.series} {cell.task} L={cell.seq_len}: command not recorded"]
     return "\n".join([*out, "```", ""])
+
+
+def figures(report: Report) -> dict[str, str]:
+    """File name -> an SVG of the first accuracy of a task against length; of tasks with several lengths."""
+    drawn = {}
+    for metric in [m for m in report.metrics if m.kind == "accuracy"][:1]:
+        for task in report.tasks:
+            cells = [c for c in report.cells if c.task == task and c.seq_len is not None]
+            if len({c.seq_len for c in cells if c.results[metric.name].finite}) < 2:
+                continue
+            curves, intervals, missing = {}, {}, {}
+            for cell in cells:
+                result, series = cell.results[metric.name], cell.series
+                curve, bars = curves.setdefault(series, {}), intervals.setdefault(series, {})
+                if result.median is None:
+                    missing.setdefault(series, {})[cell.seq_len] = statuses(cell)
+                else:
+                    curve[cell.seq_len] = metric.scale * result.median
+                if result.low is not None:
+                    bars[cell.seq_len] = metric.scale * result.low, metric.scale * result.high
+            seeds = sorted({len(c.used) for c in cells})
+            many = f"{seeds[0]} to {seeds[-1]} seeds" if len(seeds) > 1 else f"{seeds[0]} seed{'s' * (seeds[0] != 1)}"
+            caption = [f"Medians of {many} at the best learning rate; bars: 95 % bootstrap intervals of the median."]
+            title = f"{task}: {metric.label.lower()}"
+            svg = figure(title, "length, log scale", metric.unit, curves, missing, caption, intervals, percent=True)
+            drawn[f"{metric.name}_{task}.svg"] = svg
+    return drawn
 
 
 def _title(metric: Metric) -> str:

@@ -1,7 +1,7 @@
 """Curves as SVG files that stand alone: in a README, light or dark, at any width.
 
-Both axes are logarithmic. A line is dotted over x where others have points and its own has none. A cell without a number is a
-cross at the edge, with its status: out of memory is a result.
+Both axes are logarithmic, or y is a percentage from 0 to 100. A line is dotted over x where others have points and its own has
+none. A cell without a number is a cross at the edge, with its status: out of memory is a result.
 """
 
 from __future__ import annotations
@@ -28,13 +28,17 @@ def figure(
     curves: Mapping[str, Mapping[float, float]],
     missing: Mapping[str, Mapping[float, str]],
     caption: Sequence[str],
+    intervals: Mapping[str, Mapping[float, tuple[float, float]]] | None = None,
+    percent: bool = False,
 ) -> str:
-    """curves: name -> x -> y, all above 0; missing: name -> x -> why there is no y; caption: lines under it."""
+    """curves: name -> x -> y, all above 0 or, with `percent`, from 0 to 100; missing: name -> x -> why there is no y; caption:
+    lines under it; intervals: name -> x -> (low, high), drawn as a bar through the point."""
     xs = sorted({x for curve in (*curves.values(), *missing.values()) for x in curve})
     ys = [y for curve in curves.values() for y in curve.values()]
     if not xs or not ys:
         raise ValueError(f"there is nothing to draw for {title!r}")
-    low, high = math.floor(math.log10(min(ys)) * 3 - 0.3) / 3, math.ceil(math.log10(max(ys)) * 3 + 0.3) / 3
+    if not percent:
+        low, high = math.floor(math.log10(min(ys)) * 3 - 0.3) / 3, math.ceil(math.log10(max(ys)) * 3 + 0.3) / 3
     right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
     lines = [part for line in caption for part in textwrap.wrap(line, CAPTION_WIDTH)]
 
@@ -44,10 +48,10 @@ def figure(
         return LEFT + 14 + (right - LEFT - 28) * math.log(x / xs[0]) / math.log(xs[-1] / xs[0])
 
     def at_y(y: float) -> float:
-        return bottom - (bottom - TOP) * (math.log10(y) - low) / (high - low)
+        return bottom - (bottom - TOP) * (y / 100 if percent else (math.log10(y) - low) / (high - low))
 
     parts = [_head(title, len(curves), HEIGHT + 15 * max(0, len(lines) - 2))]
-    for y in _ticks(low, high):
+    for y in range(0, 101, 20) if percent else _ticks(low, high):
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{at_y(y):.1f}" y2="{at_y(y):.1f}"/>')
         parts.append(f'<text class="soft" x="{LEFT - 8}" y="{at_y(y) + 4:.1f}" text-anchor="end">{_number(y)}</text>')
     for x in xs:
@@ -69,6 +73,9 @@ def figure(
             over = any(a < x < b for x in xs)  # what lies between is not measured
             ends = f'x1="{at_x(a):.1f}" y1="{at_y(curve[a]):.1f}" x2="{at_x(b):.1f}" y2="{at_y(curve[b]):.1f}"'
             parts.append(f'<line class="line s{i % len(LIGHT)}{" over" if over else ""}" {ends}/>')
+        for x, (least, most) in (intervals or {}).get(name, {}).items():
+            ends = f'x1="{at_x(x):.1f}" y1="{at_y(least):.1f}" x2="{at_x(x):.1f}" y2="{at_y(most):.1f}"'
+            parts.append(f'<line class="line s{i % len(LIGHT)}" {ends}/>')
         parts += [_mark(i, x, y) for x, y in points]
     taken: dict[float, int] = {}
     for i, name in enumerate(curves):
