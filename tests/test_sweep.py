@@ -431,12 +431,14 @@ def test_the_table_in_a_terminal_and_after(tmp_path, monkeypatch, capsys):
         jobs[1].status = "running"
         jobs[1].path.mkdir()
         (jobs[1].path / "output.log").write_text("noise\nstep 3/9 (33%)\nmore noise\n")
-        live.started(jobs[1])
+        live.started(jobs[1])  # it resumes at step 3 of 9
+        (jobs[1].path / "output.log").write_text("step 3/9 (33%)\nstep 6/9 (67%)\n")
+        live.began = time.monotonic() - 30  # in which 1.5 of 3 jobs were done
         live.drawn = 0.0
         live.refresh()
-    shown = capsys.readouterr().out
-    assert "steps/s, at most 1 at once under MPS" in shown.replace("\n", " ")
-    assert "1/3 done, 1 running, 1 queued" in shown and "0:00:0" in shown and "step 3/9 (33%)" in shown
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "steps/s, at most 1 at once under MPS" in shown
+    assert "1/3 done, 1 running, 1 queued" in shown and "0:00:30 < 0:00:30 0 steps/s" in shown and "step 6/9 (67%)" in shown
     jobs[1].status, jobs[1].error = "oom", "[no] markup"
     table.show(tmp_path, jobs)
     shown = capsys.readouterr().err

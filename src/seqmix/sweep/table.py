@@ -36,8 +36,6 @@ class Live:
         self.console = display.console(stderr=True)
         self.labels = labels(jobs)
         self.began = self.drawn = time.monotonic()
-        self.since: dict[int, float] = {}  # running job's number -> when its process began
-        self.took: list[float] = []
         self.first: dict[int, int] = {}  # job's number -> steps that earlier processes had taken
         self.live = None
 
@@ -55,15 +53,11 @@ class Live:
             self.live.stop()
 
     def started(self, job: Job) -> None:
-        self.since[job.number] = time.monotonic()
         self.first.setdefault(job.number, _steps_of(job))
         if self.live is None:
             self.say(f"start     {self.labels[job.run_id]}" + (f"  (attempt {job.attempts})" if job.attempts > 1 else ""))
 
     def ended(self, job: Job) -> None:
-        self.since.pop(job.number, None)
-        if job.status == "complete":
-            self.took.append(job.seconds)
         word = "retry" if job.status == "queued" else job.status
         line = f"{word:9} {self.labels[job.run_id]}  {result(job)}  {job.seconds:.1f} s"
         if self.live is None:
@@ -109,12 +103,16 @@ class Live:
         return steps / (time.monotonic() - self.began)
 
     def _seconds_left(self) -> float | None:
-        """Estimated from the mean duration of the jobs that this command has completed."""
-        if not self.took:
-            return None
-        mean, now = sum(self.took) / len(self.took), time.monotonic()
-        work = sum(mean for job in self.jobs if job.status == "queued")
-        return (work + sum(max(0.0, mean - (now - began)) for began in self.since.values())) / self.n_jobs
+        """Extrapolated from the share of the work that is done: an ended job counts 1, a running one the share of its steps."""
+        asked = [job for job in self.jobs if job.status != "skipped"]
+        done = sum(self._share(job) for job in asked)
+        return (time.monotonic() - self.began) * (len(asked) - done) / done if done else None
+
+    def _share(self, job: Job) -> float:
+        if job.status not in ("queued", "running"):
+            return 1.0
+        first, steps = self.first.get(job.number, 0), self.steps[job.run_id]
+        return (_steps_of(job) - first) / (steps - first) if job.status == "running" and steps > first else 0.0
 
 
 def _steps_of(job: Job) -> int:
