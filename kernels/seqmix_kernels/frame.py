@@ -44,8 +44,8 @@ class Impl(NamedTuple):
     device: str | None = None  # the type of device it needs: "cuda" (Triton, also in its interpreter) or "cpu" (C)
     says: str | None = None  # the reason that is reported where "auto" selects it
     dtypes: tuple[torch.dtype, ...] = LOW  # of all tensors that decide the choice, where it needs a device
-    ready: Callable[[], str | None] | None = None  # why a "cpu" one cannot run on this machine
     limit: Callable[..., str | None] | None = None  # why it cannot run on what decides the choice
+    module: str | None = None  # the module of the operator's folder that computes it; None: of its own name
     plain_tensors: bool = False  # whether it reads memory outside a registered op: no FakeTensor, no DTensor
 
 
@@ -55,7 +55,7 @@ class Operator:
     What decides a choice ("like") is the same for `choose`, `which_impl` and `why_not`: the tensors whose device and dtype
     count, the first of them first, and whatever the limits of the implementations read.
 
-    package: the operator's folder, whose name is that of the operator and whose module `fused` launches its Triton kernels.
+    package: the operator's folder, whose name is that of the operator.
     impls: in the order in which they are listed to users; "auto" takes the first that needs a device and can run.
     fallback: what "auto" takes otherwise. slow: whether that deserves a warning.
     double: what "auto" takes in float64, and why.
@@ -66,7 +66,7 @@ class Operator:
         self, package: str, *impls: Impl, fallback: str = "reference", slow: bool = False,
         double: tuple[str, str] | None = None, compiled: str | None = None,
     ):  # fmt: skip
-        self.name, self.module = package.rpartition(".")[2], f"{package}.fused"
+        self.package, self.name = package, package.rpartition(".")[2]
         self.fallback, self.slow, self.double, self.compiled = fallback, slow, double, compiled
         self.impls = {impl.name: impl for impl in impls}
         self.fast = tuple(impl for impl in impls if impl.device is not None)
@@ -124,9 +124,18 @@ class Operator:
             if t.dtype not in given.dtypes:
                 *most, last = [str(dtype)[6:] for dtype in given.dtypes]
                 return f"it takes {', '.join(most)}{' and ' if most else ''}{last}, not {t.dtype}"
-        if given.device == "cuda":  # a machine without a GPU may lack Triton, which it imports
-            return cannot_import(self.module)
-        return None if given.ready is None else given.ready()
+        return not_ready(given.device, f"{self.package}.{given.module or impl}")
+
+    def run(self, function: str, impl: str | None = None) -> Callable:
+        """`function` of the module of an implementation, which is imported at the first call. impl None: the last argument
+        names it."""
+
+        def run(*args):
+            name, args = (args[-1], args[:-1]) if impl is None else (impl, args)
+            module = importlib.import_module(f"{self.package}.{self.impls[name].module or name}")
+            return getattr(module, function)(*args)
+
+        return run
 
 
 def check_name(impl: str, names: tuple[str, ...], option: str = "impl") -> None:
@@ -168,13 +177,13 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 @constant
-def cannot_import(module: str) -> str | None:
-    """Why a module with Triton kernels cannot be used; None if it can."""
+def not_ready(device: str, module: str) -> str | None:
+    """Why a module of kernels cannot be used on this machine, which may lack Triton or a C compiler; None if it can."""
     try:
-        importlib.import_module(module)
+        found = importlib.import_module(module)
     except ImportError as missing:
         return f"Triton cannot be imported ({missing})"
-    return None
+    return found.why_not() if device == "cpu" else None
 
 
 # ---- autocast -------------------------------------------------------------------------------------------------------
@@ -206,15 +215,19 @@ def register(name: str, schema: str, run: Callable, fake: Callable) -> None:
     torch.library.register_fake(f"seqmix::{name}", fake)
 
 
-def register_gradient(name: str, tensors: int, results: int, refusal: str, saved: Callable | None = None) -> None:
+def register_gradient(
+    name: str, tensors: int, results: int, refusal: str, saves: bool = False, saved: Callable | None = None
+) -> None:
     """Makes seqmix::{name}_fwd differentiable once, by seqmix::{name}_bwd.
 
-    The forward takes `tensors` tensors, then settings; it returns `results` results, then what is saved for the backward. The
-    first result has the shape and dtype of the first tensor, if there is more than one.
-    The backward takes a gradient per result (None for an unused one, except for the first), the tensors, what was saved, and
-    the settings; it returns a gradient per float tensor, of any value where the tensor is None.
-    saved: what is saved, of the inputs and outputs of the forward; None: the outputs after the results.
+    The forward takes `tensors` tensors, then settings. It returns `results` results, the first of which has the shape and
+    dtype of the first tensor if there are several, then what is saved for the backward.
+    The backward takes a gradient per result (None for an unused one, except the first), the tensors, what was saved, and the
+    settings. It returns the gradients of the tensors; for one that is None, anything, and for integers at the end, nothing.
+
     refusal: the text of the NotImplementedError that a second derivative raises.
+    saves: whether the last setting but one tells the forward to save something; the backward does not take it.
+    saved: of the outputs of the forward, what is saved; None: those after the results.
     """
     backward = getattr(torch.ops.seqmix, f"{name}_bwd")
 
@@ -222,8 +235,9 @@ def register_gradient(name: str, tensors: int, results: int, refusal: str, saved
         output = output if isinstance(output, tuple) else (output,)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[results:])
-        ctx.save_for_backward(*inputs[:tensors], *(output[results:] if saved is None else saved(inputs, output)))
-        ctx.settings = inputs[tensors:]
+        ctx.save_for_backward(*inputs[:tensors], *(saved(*output) if saved else output[results:]))
+        ctx.settings = (*inputs[tensors:-2], inputs[-1]) if saves else inputs[tensors:]
+        ctx.rest = len(inputs) - tensors
 
     def gradients(ctx, *upstream):
         first, *others = upstream[:results]
@@ -231,9 +245,8 @@ def register_gradient(name: str, tensors: int, results: int, refusal: str, saved
         if first is None:
             first = given[0].new_zeros(()).expand(given[0].shape)
         made = backward(first, *others, *ctx.saved_tensors, *ctx.settings)
-        made = (*made, *(None,) * (tensors - len(made)))  # integer tensors come last and have none
-        made = (None if t is None else gradient for t, gradient in zip(given, made, strict=True))
-        return *made, *(None for _ in ctx.settings)
+        made = [None if t is None else gradient for t, gradient in zip(given, made, strict=False)]
+        return *made, *(None,) * (tensors - len(made) + ctx.rest)
 
     def refuse(ctx, *_):
         raise NotImplementedError(refusal)
