@@ -220,8 +220,7 @@ def register_gradient(
 ) -> None:
     """Makes seqmix::{name}_fwd differentiable once, by seqmix::{name}_bwd.
 
-    The forward takes `tensors` tensors, then settings. It returns `results` results, the first of which has the shape and
-    dtype of the first tensor if there are several, then what is saved for the backward.
+    The forward takes `tensors` tensors, then settings. It returns `results` results, then what is saved for the backward.
     The backward takes a gradient per result (None for an unused one, except the first), the tensors, what was saved, and the
     settings. It returns the gradients of the tensors; for one that is None, anything, and for integers at the end, nothing.
 
@@ -237,13 +236,13 @@ def register_gradient(
         ctx.mark_non_differentiable(*output[results:])
         ctx.save_for_backward(*inputs[:tensors], *(saved(*output) if saved else output[results:]))
         ctx.settings = (*inputs[tensors:-2], inputs[-1]) if saves else inputs[tensors:]
-        ctx.rest = len(inputs) - tensors
+        ctx.rest, ctx.shape, ctx.dtype = len(inputs) - tensors, output[0].shape, output[0].dtype
 
     def gradients(ctx, *upstream):
         first, *others = upstream[:results]
         given = ctx.saved_tensors[:tensors]
         if first is None:
-            first = given[0].new_zeros(()).expand(given[0].shape)
+            first = given[0].new_zeros((), dtype=ctx.dtype).expand(ctx.shape)
         made = backward(first, *others, *ctx.saved_tensors, *ctx.settings)
         made = [None if t is None else gradient for t, gradient in zip(given, made, strict=False)]
         return *made, *(None,) * (tensors - len(made) + ctx.rest)
