@@ -189,10 +189,10 @@ def not_ready(device: str, module: str) -> str | None:
 # ---- autocast -------------------------------------------------------------------------------------------------------
 
 
-def autocast_dtype(t: Tensor) -> torch.dtype:
-    """The dtype in which an operator that autocast casts computes on t: float64 stays float64."""
+def autocast_dtype(t: Tensor) -> torch.dtype | None:
+    """The dtype to which autocast casts t and what is computed with it; None where it is off, or t is float64."""
     device = t.device.type
-    return torch.get_autocast_dtype(device) if t.dtype != torch.float64 and torch.is_autocast_enabled(device) else t.dtype
+    return torch.get_autocast_dtype(device) if t.dtype != torch.float64 and torch.is_autocast_enabled(device) else None
 
 
 def autocast_off(device: str) -> contextlib.AbstractContextManager:
@@ -240,11 +240,11 @@ def register_gradient(
 
     def gradients(ctx, *upstream):
         first, *others = upstream[:results]
-        given = ctx.saved_tensors[:tensors]
+        kept = ctx.saved_tensors  # may be unpacked only once under activation checkpointing
         if first is None:
-            first = given[0].new_zeros((), dtype=ctx.dtype).expand(ctx.shape)
-        made = backward(first, *others, *ctx.saved_tensors, *ctx.settings)
-        made = [None if t is None else gradient for t, gradient in zip(given, made, strict=False)]
+            first = kept[0].new_zeros((), dtype=ctx.dtype).expand(ctx.shape)
+        made = backward(first, *others, *kept, *ctx.settings)
+        made = [None if t is None else gradient for t, gradient in zip(kept[:tensors], made, strict=False)]
         return *made, *(None,) * (tensors - len(made) + ctx.rest)
 
     def refuse(ctx, *_):

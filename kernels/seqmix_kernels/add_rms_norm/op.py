@@ -59,7 +59,7 @@ def add_rms_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float = 1e-5,
             )
     if not eps >= 0:
         raise ValueError(f"eps must be at least 0; got {eps!r}")
-    dtype = autocast_dtype(x) if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64 else weight.dtype
+    dtype = autocast_dtype(x) or weight.dtype
     if OPERATOR.choose(impl, x, y, weight) == "fused":
         return _AddRMSNorm.apply(x, y, weight, eps, dtype)
     return reference(x, y, weight, eps, dtype)

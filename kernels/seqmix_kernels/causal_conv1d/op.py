@@ -59,7 +59,7 @@ def causal_conv1d(
     Raises:
         ValueError: an invalid shape, dtype, device or name, or an implementation that cannot run here.
     """
-    x = x.to(frame.autocast_dtype(x))
+    x = x.to(frame.autocast_dtype(x) or x.dtype)
     if initial_state is not None and initial_state.dtype != x.dtype:
         initial_state = initial_state.to(x.dtype)
     _check(x, weight, bias, activation, initial_state, seq_idx)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..frame import FUSES, Impl, Operator, autocast_off, refuse_twice
+from ..frame import FUSES, Impl, Operator, autocast_dtype, autocast_off, refuse_twice
 from ..product import product
 
 OPERATOR = Operator(
@@ -53,13 +53,13 @@ def linear_cross_entropy(
             f"x and weight must be real and on one device; got {x.dtype} on {x.device} and {weight.dtype} on {weight.device}"
         )
     _check_targets(targets, "x", x)
-    device, dtype = x.device.type, x.dtype
-    if torch.is_autocast_enabled(device) and torch.float64 not in (dtype, weight.dtype):
-        dtype = torch.get_autocast_dtype(device)
+    dtype = x.dtype
+    if weight.dtype != torch.float64 and (cast := autocast_dtype(x)):
+        dtype = cast
     elif weight.dtype != dtype:
         raise ValueError(f"x and weight must share a dtype, where autocast casts neither; got {dtype} and {weight.dtype}")
     impl = OPERATOR.choose(impl, x)
-    with autocast_off(device):
+    with autocast_off(x.device.type):
         if impl == "fused":
             return _LinearCrossEntropy.apply(x.to(dtype), weight, targets, ignore_index)
         logits = F.linear(x.to(dtype), weight.to(dtype))

@@ -105,8 +105,9 @@ def _empty(u: Tensor, *others: Tensor | None) -> Tensor:
 
 
 def _autocast(u: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    dtype = frame.autocast_dtype(u)
-    return (u, gate) if dtype == u.dtype else (u.to(dtype), None if gate is None else gate.to(dtype))
+    if dtype := frame.autocast_dtype(u):
+        u, gate = u.to(dtype), None if gate is None else gate.to(dtype)
+    return u, gate
 
 
 # ---- the registered op ----------------------------------------------------------------------------------------------

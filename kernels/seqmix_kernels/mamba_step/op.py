@@ -61,7 +61,7 @@ def mamba_step(
     Raises:
         ValueError: an invalid shape, dtype, device or name, or an implementation that cannot run here.
     """
-    dtype = frame.autocast_dtype(u)
+    dtype = frame.autocast_dtype(u) or u.dtype
     tensors = (u, in_proj, in_bias, conv, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, out_proj, out_bias, conv_state,
                ssm_state)  # fmt: skip
     _check(*tensors, discretization, dtype)

@@ -61,7 +61,7 @@ def s4_step(
     tensors = (u, x, log_dt, log_decay, imag, P, B, C, D)
     method = method if P is None else "bilinear"
     _check(*tensors, method, activation)
-    dtype = frame.autocast_dtype(u)
+    dtype = frame.autocast_dtype(u) or u.dtype
     name = _choose(tensors, D, x.shape[2] * x.shape[3], impl)
     with frame.autocast_off(u.device.type):
         if name == "reference":
@@ -99,7 +99,7 @@ def gated_projection(
                            ("gate_bias", gate_bias, wide), ("out_bias", out_bias, wide)):  # fmt: skip
         if t is not None:
             _check_one(name, t, tuple(shape), y.device)
-    y = y.to(frame.autocast_dtype(y))
+    y = y.to(frame.autocast_dtype(y) or y.dtype)
     if _choose((y, *weights), out_proj, 0, impl) == "fused":
         return torch.ops.seqmix.gated_projection(y, *weights)
     with frame.autocast_off(y.device.type):
