@@ -55,7 +55,7 @@ class Operator:
     What decides a choice ("like") is the same for `choose`, `which_impl` and `why_not`: the tensors whose device and dtype
     count, the first of them first, and whatever the limits of the implementations read.
 
-    package: the operator's folder, whose name is that of the operator.
+    package: the operator's folder; its name is that of the operator, unless a `name` is given.
     impls: in the order in which they are listed to users; "auto" takes the first that needs a device and can run.
     fallback: what "auto" takes otherwise. slow: whether that deserves a warning.
     double: what "auto" takes in float64, and why.
@@ -63,10 +63,10 @@ class Operator:
     """
 
     def __init__(
-        self, package: str, *impls: Impl, fallback: str = "reference", slow: bool = False,
+        self, package: str, *impls: Impl, name: str | None = None, fallback: str = "reference", slow: bool = False,
         double: tuple[str, str] | None = None, compiled: str | None = None,
     ):  # fmt: skip
-        self.package, self.name = package, package.rpartition(".")[2]
+        self.package, self.name = package, name or package.rpartition(".")[2]
         self.fallback, self.slow, self.double, self.compiled = fallback, slow, double, compiled
         self.impls = {impl.name: impl for impl in impls}
         self.fast = tuple(impl for impl in impls if impl.device is not None)
@@ -86,9 +86,7 @@ class Operator:
 
     def require(self, impl: str, *like, option: str = "impl") -> None:
         """Raises what `choose` raises for an implementation given by name. option: what the caller calls it."""
-        check_name(impl, self.names, option)
-        if reason := self.why_not(impl, *like):
-            raise CannotRun(f"{option}={impl!r}", reason)
+        require(impl, self.names, self.why_not, *like, option=option)
 
     def which_impl(self, *like) -> tuple[str, str]:
         """What "auto" selects and why: ("fused", "fused GPU kernels")."""
@@ -138,15 +136,19 @@ class Operator:
         return run
 
 
-def check_name(impl: str, names: tuple[str, ...], option: str = "impl") -> None:
+def require(impl: str, names: tuple[str, ...], why_not: Callable[..., str | None], *like, option: str = "impl") -> None:
     if impl not in names:
         raise ValueError(f"{option} must be one of {', '.join(names)}; got {impl!r}")
+    if reason := why_not(impl, *like):
+        raise CannotRun(f"{option}={impl!r}", reason)
 
 
-@functools.cache
-def say_once(operator: str, where: str, impl: str, reason: str, slow: bool) -> None:
+def say(operator: str, where: str, impl: str, reason: str, slow: bool) -> None:
     """Logs a choice of "auto", as a warning where it is slow."""
     log.log(logging.WARNING if slow else logging.INFO, "%s on %s uses %s: %s", operator, where, impl, reason)
+
+
+say_once = functools.cache(say)
 
 
 def constant(function: Callable) -> Callable:
