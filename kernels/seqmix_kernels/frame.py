@@ -143,6 +143,15 @@ def require(impl: str, names: tuple[str, ...], why_not: Callable[..., str | None
         raise CannotRun(f"{option}={impl!r}", reason)
 
 
+def named(impl: str, which_impl: Callable[..., tuple[str, str]], why_not: Callable[..., str | None], *like) -> str:
+    """What computes an operator: "fused (asked for)", or what "auto" selects and why. CannotRun for what cannot run."""
+    if impl == "auto":
+        return "{} ({})".format(*which_impl(*like))
+    if reason := why_not(impl, *like):
+        raise CannotRun(f"impl={impl!r}", reason)
+    return f"{impl} (asked for)"
+
+
 def say(operator: str, where: str, impl: str, reason: str, slow: bool) -> None:
     """Logs a choice of "auto", as a warning where it is slow."""
     log.log(logging.WARNING if slow else logging.INFO, "%s on %s uses %s: %s", operator, where, impl, reason)
