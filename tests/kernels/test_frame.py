@@ -182,7 +182,7 @@ def op():
     frame.register(
         "toy_fwd", f"({INPUTS}, float scale, bool save, str impl) -> (Tensor y, Tensor z, Tensor kept)",
         lambda *args: _forward(*args[:-1]),
-        lambda x, w, where, scale, save, impl: tuple(x.new_empty(shape) for shape in (x.shape, x.shape, x.shape if save else 0)),
+        lambda x, w, where, scale, save, _: tuple(x.new_empty(shape) for shape in (x.shape, x.shape, x.shape if save else 0)),
     )  # fmt: skip
     frame.register(
         "toy_bwd", f"(Tensor dy, Tensor? dz, {INPUTS}, Tensor kept, float scale, str impl) -> (Tensor dx, Tensor dw)",
