@@ -21,7 +21,9 @@ from seqmix.bench.__main__ import _unused, compose_bench, main, to_wandb, write
 from seqmix.bench.grid import Point, grid
 from seqmix.bench.kernels import cases, kernel_cost
 from seqmix.bench.ops import OPS, PEERS, SHAPES, Case
+from seqmix.bench.point import attempt
 from seqmix.config import register_resolvers
+from seqmix_kernels.frame import CannotRun
 
 register_resolvers()
 
@@ -333,8 +335,8 @@ def small(case: Case) -> Case:
 def test_every_kernel_that_runs_here_is_checked_and_timed(case):
     try:
         numbers = kernel_cost(case, torch.device("cpu"), seconds=0.01)
-    except ValueError as reason:
-        assert "cannot run here" in str(reason) and case.impl not in ("reference", "sequential", "torch", "math")
+    except CannotRun:
+        assert case.impl not in ("reference", "sequential", "torch", "math")
         return
     assert numbers["forward_ms"] > 0 and numbers["check_error"] < 1e-3
     assert numbers["both_ms"] > 0 if "both_ms" in numbers else "no_backward" in numbers or case.op.endswith("_step")
@@ -407,3 +409,19 @@ def test_a_backward_without_the_memory_leaves_the_forwards_numbers(monkeypatch):
     row = ROWS[0] | numbers | {"part": "kernels", "model": "fft_conv", "size": "torch"}
     (line,) = [line for line in results.markdown([ROWS[0], row], []).splitlines() if line.startswith("| fft_conv")]
     assert line.split(" | ")[4] == "oom", line
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (CannotRun("scan='fused'", "it needs a CUDA device"), "not here"),
+        (ValueError("this cannot run here: said otherwise"), "failed"),
+    ],
+)
+def test_what_cannot_run_here_is_known_by_its_type(monkeypatch, error, status):
+    def numbers(_):
+        raise error
+
+    monkeypatch.setattr("seqmix.bench.point.numbers", numbers)
+    row = attempt(None)
+    assert row["status"] == status and str(error) in row["error"]

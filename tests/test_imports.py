@@ -94,7 +94,8 @@ ARROWS = {
         "seqmix.preload",
         "seqmix.quick_lightning",
         "seqmix.tracking",
-        "seqmix_kernels.attention",  # its choices, which one point hands on to the next
+        "seqmix_kernels.attention",
+        "seqmix_kernels.frame",  # its choices, which one point hands on to the next
     ),
     "src/seqmix/tracking.py": (),
     "src/seqmix/startup.py": (),

@@ -178,5 +178,5 @@ def test_a_step_that_cannot_run_says_why():
     mixer = make(decode="fused")
     with pytest.raises(ValueError, match="impl='fused' cannot run here: it has no gradient"):
         mixer.step(normal(2, D), mixer.init_state(2))
-    with torch.no_grad(), pytest.raises(ValueError, match="cannot run here: u is on cpu"):
+    with torch.no_grad(), pytest.raises(ValueError, match="cannot run here: it needs a CUDA device, the tensors are on cpu"):
         mixer.step(normal(2, D), mixer.init_state(2))

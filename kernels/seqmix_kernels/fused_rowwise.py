@@ -1,8 +1,6 @@
-"""Shared by the row-wise operators: a tensor as rows, the tile of a program, sums over rows, and where their kernels can
-run."""
+"""Shared by the row-wise operators: a tensor as rows, the tile of a program, and sums over rows."""
 
 import math
-import os
 from typing import NamedTuple
 
 import torch
@@ -68,22 +66,3 @@ def programs(tiles: int, each: int, device: torch.device) -> int:
     """Number of programs for `tiles` tiles: `each` per multiprocessor, or one per tile if that is fewer."""
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     return min(tiles, multiprocessors * each)
-
-
-def why_not(*tensors: Tensor) -> str | None:
-    """Why no kernel over rows can run on these tensors, which share a device; None if it can."""
-    for t in tensors:
-        if type(t) not in (Tensor, torch.nn.Parameter):  # a FakeTensor has no memory, and a DTensor only its local shard
-            return f"it takes plain tensors, not {type(t).__name__}"
-    device = tensors[0].device
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        if device.type != "cpu":
-            return "Triton's interpreter is on and the tensors are not on the CPU"
-    elif device.type != "cuda":
-        return f"it needs a CUDA device, the tensors are on {device.type}"
-    elif torch.version.cuda and torch.cuda.get_device_capability(device) < (8, 0):
-        return "it needs a GPU of compute capability 8.0 or later"
-    for t in tensors:
-        if t.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return f"it takes float32, bfloat16 and float16, not {t.dtype}"
-    return None

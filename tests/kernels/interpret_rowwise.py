@@ -107,10 +107,9 @@ def second_derivatives(device="cpu"):
     said = []
     for call in (lambda t: add_rms_norm(t, t, t[0], impl="fused")[1], lambda t: swiglu(t, impl="fused")):
         leaf = torch.ones(2, 4, device=device, requires_grad=True)
-        (once,) = torch.autograd.grad(call(leaf).square().sum(), leaf, create_graph=True)
         try:
-            once.sum().backward()
-        except RuntimeError as error:
+            torch.autograd.grad(call(leaf).square().sum(), leaf, create_graph=True)
+        except NotImplementedError as error:
             said.append(str(error))
     return said
 

@@ -564,7 +564,7 @@ def test_a_step_is_attention_over_what_is_cached(rotary, windows, slopes):
         assert after.tolist() == [t + 1, t + 1] and length.tolist() == [t, t]
     torch.testing.assert_close(caches[0][:, :, :7].transpose(1, 2), turned[1], **F64)
     assert not caches[0][:, :, 7:].any()
-    with pytest.raises(ValueError, match="impl='fused' cannot run here: it needs a GPU, q is on the CPU"):
+    with pytest.raises(ValueError, match="impl='fused' cannot run here: it needs a CUDA device, the tensors are on cpu"):
         attention_step(q[:, 0], k[:, 0], v[:, 0], *caches, length, impl="fused")
 
 

@@ -60,9 +60,9 @@ def test_sixteen_bits_and_autocast(dtype):
 
 def test_auto_says_what_it_takes():
     tensors = make(torch.float32)
-    name, reason = which_impl(tensors["u"], tensors["conv"], needs_grad=False)
+    name, reason = which_impl(tensors["u"], tensors["conv"], False)
     assert name == "reference" and "cpu" in reason
-    assert "gradient" in which_impl(tensors["u"], tensors["conv"], needs_grad=True)[1]
+    assert "gradient" in which_impl(tensors["u"], tensors["conv"], True)[1]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_auto_says_what_it_takes():
         (dict(D=torch.zeros(E, device="meta")), "D must be on cpu like u; got meta"),
         (dict(discretization="bilinear"), "got 'bilinear'"),
         (dict(impl="quick"), "impl must be one of .* got 'quick'"),
-        (dict(impl="fused"), "impl='fused' cannot run here: u is on cpu"),
+        (dict(impl="fused"), "impl='fused' cannot run here: it needs a CUDA device, the tensors are on cpu"),
     ],
 )
 def test_bad_input_is_named(change, words):

@@ -79,9 +79,9 @@ def test_the_gated_projection_is_two_linears():
 
 def test_auto_says_what_it_takes():
     u = make(dtype=torch.float32)["u"]
-    name, reason = which_impl(u, 8, needs_grad=False)
+    name, reason = which_impl(u, 8, False)
     assert name == "reference" and "cpu" in reason
-    assert "gradient" in which_impl(u, 8, needs_grad=True)[1]
+    assert "gradient" in which_impl(u, 8, True)[1]
     assert why_not("reference", u, 8, True) is None
 
 
@@ -102,7 +102,7 @@ def test_auto_says_what_it_takes():
         (dict(P=None, B=None, method="euler"), "got 'euler'"),
         (dict(activation="silu"), "got 'silu'"),
         (dict(impl="quick"), "impl must be one of .* got 'quick'"),
-        (dict(impl="fused"), "impl='fused' cannot run here: u is on cpu"),
+        (dict(impl="fused"), "impl='fused' cannot run here: it needs a CUDA device, the tensors are on cpu"),
     ],
 )
 def test_bad_input_is_named(change, words):

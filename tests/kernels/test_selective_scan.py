@@ -11,8 +11,8 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from seqmix_kernels import c_library
-from seqmix_kernels.selective_scan import bench, op, selective_scan, which_impl
+from seqmix_kernels import c_library, frame
+from seqmix_kernels.selective_scan import bench, selective_scan, which_impl
 
 TORCH = ("sequential", "blelloch", "kogge_stone", "chunked")
 ALL = (*TORCH, "cpu")
@@ -486,19 +486,6 @@ def test_inference_saves_nothing():
     assert torch.ops.seqmix.selective_scan_fwd(*args, True, "cpu")[2].shape == (1, 4, 3, 4)
 
 
-@pytest.mark.parametrize("without", [(), OPTIONAL])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_past_the_dispatcher_the_bits_are_the_same(monkeypatch, dtype, without):
-    inputs = make(2, 33, 5, 3, without=without)
-    asked = []
-    monkeypatch.setattr(op, "_ordinary", lambda tensors, ordinary=op._ordinary: asked.append(ordinary(tensors)) or asked[-1])
-    direct = run(inputs, dtype, impl="cpu")
-    assert asked == [True, True], "forward and backward of plain tensors in eager mode need no dispatcher"
-    monkeypatch.setattr(op, "_ordinary", lambda tensors: False)
-    through = run(inputs, dtype, impl="cpu")
-    assert all(torch.equal(direct[name], through[name]) for name in direct)
-
-
 class Seen(TorchDispatchMode):
     """The ops of ours that the dispatcher sees."""
 
@@ -529,24 +516,6 @@ def test_what_watches_the_dispatcher_sees_the_op():
     assert all(isinstance(t, FakeTensor) for t in fake)
 
 
-def test_only_plain_tensors_go_past_the_dispatcher():
-    class Own(torch.Tensor):
-        pass
-
-    x = torch.ones(2)
-    assert op._ordinary((x, None, torch.nn.Parameter(x)))
-    with torch.inference_mode():
-        assert op._ordinary((x, torch.ones(2)))
-    for other in (x._neg_view(), torch._efficientzerotensor(2), x.as_subclass(Own), x.to("meta"), x.to_sparse()):
-        assert not op._ordinary((x, other)), other
-    seen = []
-    torch.vmap(lambda t: seen.append(op._ordinary((x, t))) or t)(x)
-    torch.func.grad(lambda t: seen.append(op._ordinary((x,))) or t.sum())(x)
-    with torch.device("cpu"):
-        seen.append(op._ordinary((x,)))
-    assert seen == [False] * 3
-
-
 def test_lazily_negated_and_batched_gradients():
     """What a plain tensor hides from whoever reads its memory."""
     leaves = {k: v.requires_grad_() for k, v in cast(make(2, 6, 4, 3), torch.float32).items()}
@@ -567,10 +536,10 @@ def test_lazily_negated_and_batched_gradients():
 @pytest.fixture
 def fresh_choice():
     """Forgets what was compiled and said, before and after."""
-    for cached in (c_library.load, op._say_once):
+    for cached in (c_library.load, frame.say_once):
         cached.cache_clear()
     yield
-    for cached in (c_library.load, op._say_once):
+    for cached in (c_library.load, frame.say_once):
         cached.cache_clear()
 
 

@@ -14,7 +14,6 @@ from .. import fused_rowwise as rowwise
 from ..fused_rowwise import start
 from ..launch import launch
 
-LARGEST = 8192  # most elements of a row, which a program holds in registers
 WARPS = 32  # warps of the backward per multiprocessor: as many as its registers hold for rows of up to 4096
 
 
@@ -68,12 +67,6 @@ def backward_kernel(
             tl.store(dy_ptr + at, dx.to(dy_ptr.dtype.element_ty), mask=here)
     if HAS_DW:
         tl.store(share_ptr + tl.program_id(0) * D + d, tl.sum(dw, axis=0), mask=d < D)
-
-
-def why_not(x: Tensor, y: Tensor | None, weight: Tensor) -> str | None:
-    if len(weight) > LARGEST:
-        return f"it takes rows of at most {LARGEST} elements, not {len(weight)}"
-    return rowwise.why_not(*(t for t in (x, y, weight) if t is not None))
 
 
 def forward(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,7 +15,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-IMPLS = ("auto", "reference", "fused")
+from ..frame import FUSES, Impl, Operator, autocast_dtype, refuse_twice
+
+LARGEST = 8192  # most elements of a row, which a program of the kernels holds in registers
+
+
+def _limit(x: Tensor, *_) -> str | None:
+    return f"it takes rows of at most {LARGEST} elements, not {x.shape[-1]}" if x.shape[-1] > LARGEST else None
+
+
+OPERATOR = Operator(
+    __package__, Impl("reference"), Impl("fused", "cuda", "fused GPU kernels", limit=_limit, plain_tensors=True), compiled=FUSES
+)
+IMPLS, which_impl = OPERATOR.names, OPERATOR.which_impl  # what decides the choice: x, y, weight
 
 
 def add_rms_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float = 1e-5, impl: str = "auto") -> tuple[Tensor, Tensor]:
@@ -47,16 +59,8 @@ def add_rms_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float = 1e-5,
             )
     if not eps >= 0:
         raise ValueError(f"eps must be at least 0; got {eps!r}")
-    if impl == "auto":
-        impl, _ = which_impl(x, y, weight)
-    elif impl not in IMPLS:
-        raise ValueError(f"impl must be one of {', '.join(IMPLS)}; got {impl!r}")
-    elif impl == "fused" and (reason := why_not(x, y, weight)):
-        raise ValueError(f"impl='fused' cannot run here: {reason}")
-    dtype = weight.dtype
-    if x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-    if impl == "fused":
+    dtype = autocast_dtype(x) or weight.dtype
+    if OPERATOR.choose(impl, x, y, weight) == "fused":
         return _AddRMSNorm.apply(x, y, weight, eps, dtype)
     return reference(x, y, weight, eps, dtype)
 
@@ -65,23 +69,6 @@ def reference(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, dtype: to
     s = x if y is None else (x + y).to(x.dtype)
     wide = torch.promote_types(x.dtype, torch.float32)
     return s, F.rms_norm(s.to(wide), weight.shape, weight.to(wide), eps).to(dtype)
-
-
-def which_impl(x: Tensor, y: Tensor | None, weight: Tensor) -> tuple[str, str]:
-    """What "auto" selects for tensors like these, and why: ("fused", "fused GPU kernels")."""
-    if torch.compiler.is_compiling():
-        return "reference", "torch.compile fuses it by itself"
-    reason = why_not(x, y, weight)
-    return ("fused", "fused GPU kernels") if reason is None else ("reference", f"fused cannot run: {reason}")
-
-
-def why_not(x: Tensor, y: Tensor | None, weight: Tensor) -> str | None:
-    """Why the kernels cannot run on tensors like these; None if they can."""
-    try:
-        from . import fused  # imports Triton, which a machine without a GPU may lack
-    except ImportError as missing:
-        return f"Triton cannot be imported ({missing})"
-    return fused.why_not(x, y, weight)
 
 
 class _AddRMSNorm(torch.autograd.Function):
@@ -96,10 +83,10 @@ class _AddRMSNorm(torch.autograd.Function):
         return s, n
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, ds, dn):
         from . import fused
 
+        refuse_twice("add_rms_norm")
         _, needs_y, needs_weight, *_ = ctx.needs_input_grad
         y_dtype = ctx.y_dtype if needs_y else None
         if dn is None:  # dy is a copy, because autograd may add to a gradient in place

@@ -6,6 +6,8 @@ import importlib
 import torch
 from torch import Tensor
 
+from .. import frame
+
 
 def why_not(case) -> str | None:
     if case.device.type != "cuda":
@@ -22,12 +24,10 @@ def why_not(case) -> str | None:
     return missing()
 
 
+@frame.constant
 def missing() -> str | None:
     """Why the package cannot be used; None if it can."""
     return _missing()
-
-
-missing._dynamo_marked_constant = True  # as torch.compiler.assume_constant_result would
 
 
 @functools.cache

@@ -11,6 +11,8 @@ import warnings
 import torch
 from torch import Tensor
 
+from .. import frame
+
 # Its backward (4.0.0b36, Hopper) stores dq in widths of 16 and reads it back in widths of 32: for heads of 8, 48 or 72 dq is
 # wrong, while the forward and the other gradients are correct
 WIDTH = 32
@@ -36,12 +38,10 @@ def why_not(case) -> str | None:
     return missing()
 
 
+@frame.constant
 def missing() -> str | None:
     """Why the package cannot be used; None if it can."""
     return _missing()
-
-
-missing._dynamo_marked_constant = True  # as torch.compiler.assume_constant_result would
 
 
 @functools.cache
@@ -75,18 +75,6 @@ def flash(
     return torch.ops.seqmix.fa4_fwd(q, k, v, offsets, lengths, scale, window, longest)[0]
 
 
-torch.library.define(
-    "seqmix::fa4_fwd",
-    "(Tensor q, Tensor k, Tensor v, Tensor? offsets, Tensor? lengths, float scale, SymInt? window, SymInt? longest) -> "
-    "(Tensor y, Tensor lse)",
-)
-torch.library.define(
-    "seqmix::fa4_bwd",
-    "(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor y, Tensor lse, Tensor? offsets, float scale, SymInt? window, "
-    "SymInt? longest) -> (Tensor dq, Tensor dk, Tensor dv)",
-)
-
-
 def _span(window, offsets, longest):
     span = {"causal": True, "window_size_left": None if window is None else window - 1}
     if offsets is not None:
@@ -101,7 +89,7 @@ def forward(q, k, v, offsets, lengths, scale, window, longest):
     return y, lse
 
 
-def backward(dy, q, k, v, y, lse, offsets, scale, window, longest):
+def backward(dy, q, k, v, offsets, lengths, y, lse, scale, window, longest):
     span = _span(window, offsets, longest)
     repeatable = torch.are_deterministic_algorithms_enabled()
     return _interface()._flash_attn_bwd(
@@ -109,39 +97,24 @@ def backward(dy, q, k, v, y, lse, offsets, scale, window, longest):
     )
 
 
-torch.library.impl("seqmix::fa4_fwd", "CompositeExplicitAutograd", forward)
-torch.library.impl("seqmix::fa4_bwd", "CompositeExplicitAutograd", backward)
-
-
-@torch.library.register_fake("seqmix::fa4_fwd")
 def _fake_forward(q, k, v, offsets, lengths, scale, window, longest):
     rows = (q.shape[0], q.shape[2], q.shape[1]) if offsets is None else (q.shape[1], q.shape[0])
     return q.new_empty(q.shape), q.new_empty(rows, dtype=torch.float32)
 
 
-@torch.library.register_fake("seqmix::fa4_bwd")
-def _fake_backward(dy, q, k, v, y, lse, offsets, scale, window, longest):
+def _fake_backward(dy, q, k, v, offsets, lengths, y, lse, scale, window, longest):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def _setup_context(ctx, inputs, output):
-    q, k, v, offsets, _, ctx.scale, ctx.window, ctx.longest = inputs
-    y, lse = output
-    ctx.mark_non_differentiable(lse)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, y, lse, offsets)
-
-
-def _backward(ctx, dy, _):
-    if dy is None:
-        return (None,) * 8
-    grads = torch.ops.seqmix.fa4_bwd(dy, *ctx.saved_tensors, ctx.scale, ctx.window, ctx.longest)
-    return *grads, *(None,) * 5
-
-
-def _no_second_derivative(ctx, *_):
-    raise NotImplementedError('flash-attn-4 has no second derivative; impl="math" has one')
-
-
-torch.library.register_autograd("seqmix::fa4_fwd", _backward, setup_context=_setup_context)
-torch.library.register_autograd("seqmix::fa4_bwd", _no_second_derivative)
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? offsets, Tensor? lengths"
+_SETTINGS = "float scale, SymInt? window, SymInt? longest"
+frame.register("fa4_fwd", f"({_INPUTS}, {_SETTINGS}) -> (Tensor y, Tensor lse)", forward, _fake_forward)
+frame.register(
+    "fa4_bwd",
+    f"(Tensor dy, {_INPUTS}, Tensor y, Tensor lse, {_SETTINGS}) -> (Tensor dq, Tensor dk, Tensor dv)",
+    backward,
+    _fake_backward,
+)
+frame.register_gradient(
+    "fa4", 5, 1, 'flash-attn-4 has no second derivative; impl="math" has one', saved=lambda y, lse: (y, lse)
+)

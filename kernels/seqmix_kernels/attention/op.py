@@ -1,7 +1,6 @@
 """The public operator: its contract, the choice of an implementation, and what is handled for every backend."""
 
 import functools
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -10,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import frame
 from . import fa2, fa4, probe, reference, sdpa
 from .reference import Windows, constant, known
-
-log = logging.getLogger(__name__)
 
 # "auto" prefers the earlier of two that are equally fast
 IMPLS = ("auto", "fa4", "fa2", "cudnn", "flash", "efficient", "math")
@@ -83,7 +81,7 @@ def attention(
     """
     device = q.device.type
     if torch.is_autocast_enabled(device):
-        dtype = q.dtype if q.dtype == torch.float64 else torch.get_autocast_dtype(device)
+        dtype = frame.autocast_dtype(q) or q.dtype
         with torch.autocast(device, enabled=False):
             return attention(q.to(dtype), k.to(dtype), v.to(dtype), window, slopes, seq_idx, lengths, dropout, impl)
     windows = _windows(window, q)
@@ -154,13 +152,9 @@ def which_impl(case: Case) -> tuple[str, str]:
     return _decide_as_constant(*case)
 
 
+@frame.constant  # the fields are passed one by one, because a NamedTuple does not arrive as a NamedTuple
 def _decide_as_constant(*fields) -> tuple[str, str]:
     return _decide_once(Case(*fields), torch.are_deterministic_algorithms_enabled())
-
-
-# torch.compile must treat the result as a constant. torch.compiler.assume_constant_result only sets this attribute, but
-# calling it imports the whole compiler. The fields are passed one by one, because a NamedTuple does not arrive as a NamedTuple
-_decide_as_constant._dynamo_marked_constant = True
 
 
 Tried = tuple[str, str, str, Case]  # name of the GPU, torch's version, precision of float32 products, case
@@ -197,8 +191,7 @@ def _decide_once(case: Case, repeatable: bool) -> tuple[str, str]:
     elif not reason.endswith(EARLIER):
         reason += EARLIER
     slow = name == "math" and case.dtype != torch.float64
-    text = "attention in %s on %s uses %s: %s"
-    log.log(logging.WARNING if slow else logging.INFO, text, str(case.dtype)[6:], case.device, name, reason)
+    frame.say(f"attention in {str(case.dtype)[6:]}", str(case.device), name, reason, slow)
     return name, reason
 
 
@@ -243,11 +236,7 @@ def _attention(impl, q, k, v, *options):
 def _choose(case: Case, impl: str) -> str:
     if impl == "auto":
         return which_impl(case)[0]
-    if impl not in IMPLS:
-        raise ValueError(f"impl must be one of {', '.join(IMPLS)}; got {impl!r}")
-    reason = why_not(impl, case)
-    if reason:
-        raise ValueError(f"impl={impl!r} cannot run here: {reason}")
+    frame.require(impl, IMPLS, why_not, case)
     return impl
 
 
@@ -343,10 +332,6 @@ def _pad(t: Tensor, width: int) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-torch.library.define("seqmix::document_offsets", "(Tensor seq_idx) -> Tensor")
-
-
-@torch.library.impl("seqmix::document_offsets", "CompositeExplicitAutograd")
 def _document_offsets(seq_idx):
     """(B, L) -> where each document starts in the rows laid end to end, then the total length: int32. Synchronizes with the
     device."""
@@ -355,9 +340,11 @@ def _document_offsets(seq_idx):
     return F.pad(new.flatten().nonzero()[:, 0], (0, 1), value=seq_idx.numel()).to(torch.int32)
 
 
-@torch.library.register_fake("seqmix::document_offsets")
 def _fake_document_offsets(seq_idx):
     return seq_idx.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.int32)
+
+
+frame.register("document_offsets", "(Tensor seq_idx) -> Tensor", _document_offsets, _fake_document_offsets)
 
 
 # ---- contract ------------------------------------------------------------------------------------------------------

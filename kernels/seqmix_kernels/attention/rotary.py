@@ -2,11 +2,11 @@
 head."""
 
 import functools
-import importlib.util
 
 import torch
 from torch import Tensor
 
+from .. import frame
 from .reference import passing
 
 
@@ -51,25 +51,12 @@ def rotate_queries_and_keys(
     The first `width` numbers of every head are rotated, in float32 or wider. On a GPU this is one kernel forward and one
     backward; under torch.compile and elsewhere it is plain torch.
     """
-    fused = qk.is_cuda and qk.dtype != torch.float64 and not torch.compiler.is_compiling() and _has_triton()
-    if fused:
+    fused = qk.is_cuda and qk.dtype != torch.float64 and not torch.compiler.is_compiling()
+    if fused and frame.not_ready("cuda", f"{__package__}.fused_rotary") is None:
         frequency = rotary_frequencies(width, base, qk.device, qk.dtype)
         return torch.ops.seqmix.rotate(qk, positions, frequency, shrink, n_heads)
     cos, sin = rotary_phases(positions, width, base, shrink, qk.dtype)
     return rotate(qk, cos, sin).to(qk.dtype).split((n_heads, qk.shape[2] - n_heads), dim=2)
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-torch.library.define(
-    "seqmix::rotate", "(Tensor qk, Tensor positions, Tensor frequency, float shrink, int n_heads) -> (Tensor q, Tensor k)"
-)
-torch.library.define(
-    "seqmix::rotate_back", "(Tensor dq, Tensor dk, Tensor positions, Tensor frequency, float shrink) -> Tensor"
-)
 
 
 def _forward(*args):
@@ -84,20 +71,28 @@ def _backward(*args):
     return fused_rotary.backward(*args)
 
 
-torch.library.impl("seqmix::rotate", "CompositeExplicitAutograd", _forward)
-torch.library.impl("seqmix::rotate_back", "CompositeExplicitAutograd", _backward)
-
-
-@torch.library.register_fake("seqmix::rotate")
 def _fake_forward(qk, positions, frequency, shrink, n_heads):
     B, L, heads, P = qk.shape
     return qk.new_empty(B, L, n_heads, P), qk.new_empty(B, L, heads - n_heads, P)
 
 
-@torch.library.register_fake("seqmix::rotate_back")
 def _fake_backward(dq, dk, positions, frequency, shrink):
     B, L, H, P = dq.shape
     return dq.new_empty(B, L, H + dk.shape[2], P)
+
+
+frame.register(
+    "rotate",
+    "(Tensor qk, Tensor positions, Tensor frequency, float shrink, int n_heads) -> (Tensor q, Tensor k)",
+    _forward,
+    _fake_forward,
+)
+frame.register(
+    "rotate_back",
+    "(Tensor dq, Tensor dk, Tensor positions, Tensor frequency, float shrink) -> Tensor",
+    _backward,
+    _fake_backward,
+)
 
 
 def _keep(ctx, inputs, output):

@@ -1,15 +1,32 @@
 """One token against a cache: rotate, write, attend. This is the operator for decoding; it updates the cache in place."""
 
-import functools
-
 import torch
 from torch import Tensor
 
+from .. import frame
+from ..frame import Impl, Operator
 from .op import attention
 from .reference import Windows, constant
 from .rotary import rotary_frequencies, rotary_phases, rotate
 
-STEP_IMPLS = ("auto", "fused", "torch")
+
+def _limit(q: Tensor, k_cache: Tensor, needs_grad: bool) -> str | None:
+    if needs_grad:
+        return "it has no gradient"
+    if q.shape[-1] > 256:
+        return f"heads are at most 256 wide, these are {q.shape[-1]}"
+    shared = q.shape[1] // k_cache.shape[1]
+    return f"at most 64 query heads share a key head, these are {shared}" if shared > 64 else None
+
+
+OPERATOR = Operator(
+    __package__,
+    Impl("fused", "cuda", "fused GPU kernels", limit=_limit, module="fused_step"),
+    Impl("torch"),
+    name="attention_step",
+    fallback="torch",
+)
+STEP_IMPLS = OPERATOR.names
 
 
 def attention_step(
@@ -49,53 +66,13 @@ def attention_step(
     """
     given = (q, k, v, k_cache, v_cache)
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in given)
-    reason = "it has no gradient" if needs_grad else why_not(q, k_cache)
-    if impl not in STEP_IMPLS:
-        raise ValueError(f"impl must be one of {', '.join(STEP_IMPLS)}; got {impl!r}")
-    if impl == "fused" and reason:
-        raise ValueError(f"impl='fused' cannot run here: {reason}")
-    if impl == "torch" or reason:
+    if OPERATOR.choose(impl, q, k_cache, needs_grad) == "torch":
         return _plain(q, k, v, k_cache, v_cache, length, rotary_dim, rope_base, rope_shrink, windows, slopes)
     frequency = rotary_frequencies(rotary_dim, rope_base, q.device, q.dtype) if rotary_dim else None
     far = torch.iinfo(torch.int32).max
     wide = None if windows is None else constant(tuple(far if w is None else w for w in windows), torch.int32, q.device)
     steep = None if slopes is None else constant(slopes, torch.float32, q.device)
     return torch.ops.seqmix.attention_step(q, k, v, k_cache, v_cache, length, frequency, wide, steep, rope_shrink)
-
-
-def why_not(q: Tensor, k_cache: Tensor) -> str | None:
-    """Why the fused step cannot run on these; None if it can."""
-    if not q.is_cuda:
-        return f"it needs a GPU, q is on the {q.device.type.upper()}"
-    if q.dtype == torch.float64 or k_cache.dtype == torch.float64:
-        return "it computes in float32, bfloat16 and float16, q is float64"
-    if q.shape[-1] > 256:
-        return f"heads are at most 256 wide, these are {q.shape[-1]}"
-    if q.shape[1] // k_cache.shape[1] > 64:
-        return f"at most 64 query heads share a key head, these are {q.shape[1] // k_cache.shape[1]}"
-    return _no_triton()
-
-
-def _no_triton() -> str | None:
-    return _import_fails()
-
-
-_no_triton._dynamo_marked_constant = True  # as torch.compiler.assume_constant_result would
-
-
-@functools.cache
-def _import_fails() -> str | None:
-    try:
-        _fused()
-    except ImportError as missing:
-        return f"Triton cannot be imported ({missing})"
-    return None
-
-
-def _fused():
-    from . import fused_step
-
-    return fused_step
 
 
 def _plain(q, k, v, k_cache, v_cache, length, rotary_dim, rope_base, rope_shrink, windows, slopes):
@@ -109,20 +86,14 @@ def _plain(q, k, v, k_cache, v_cache, length, rotary_dim, rope_base, rope_shrink
     return attention(q[:, None], keys, values, windows, slopes, lengths=length + 1)[:, 0], length + 1
 
 
-torch.library.define(
-    "seqmix::attention_step",
-    "(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor length, Tensor? frequency, "
-    "Tensor? windows, Tensor? slopes, float shrink) -> (Tensor y, Tensor after)",
-)
-
-
-def _run(q, k, v, k_cache, v_cache, length, frequency, windows, slopes, shrink):
-    return _fused().step(q, k, v, k_cache, v_cache, length, frequency, windows, slopes, shrink)
-
-
-torch.library.impl("seqmix::attention_step", "CompositeExplicitAutograd", _run)
-
-
-@torch.library.register_fake("seqmix::attention_step")
 def _fake(q, k, v, k_cache, v_cache, length, frequency, windows, slopes, shrink):
     return q.new_empty(q.shape), torch.empty_like(length)
+
+
+frame.register(
+    "attention_step",
+    "(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor length, Tensor? frequency, "
+    "Tensor? windows, Tensor? slopes, float shrink) -> (Tensor y, Tensor after)",
+    OPERATOR.run("step", "fused"),
+    _fake,
+)

@@ -12,7 +12,6 @@ from torch import Tensor
 from ..c_library import load
 
 _SOURCE = Path(__file__).with_name("cpu.c")
-MAX_TAPS = 4
 _BLOCK = 8  # most vectors of channels per task
 _TASKS = 16  # a block shrinks until there are this many tasks
 _SMALL = 1 << 14  # up to this many elements one thread is faster than waking others

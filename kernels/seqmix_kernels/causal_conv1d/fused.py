@@ -9,8 +9,6 @@ overlap by W - 1 steps. Positions -(W-1) to -1 are the initial state. Each progr
 these are added in a fixed order.
 """
 
-import os
-
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +17,6 @@ from torch import Tensor
 from ..launch import launch
 from ..selective_scan.triton_kernels import sigmoid
 
-MAX_TAPS = 8
 BLOCK, LANE = 256, 2  # most channels per program, and channels per thread
 GROUP = 8  # rows loaded together, because no load is moved ahead of the stores of earlier rows
 SPAN, BWD_SPAN = 64, 128  # steps per program
@@ -181,22 +178,6 @@ def bwd_kernel(
     for w in tl.static_range(W):
         tl.store(pp + w * D, sums[w + 1], mask=dm)
     tl.store(pp + W * D, sums[0], mask=dm)
-
-
-def why_not(x: Tensor, weight: Tensor) -> str | None:
-    """Why the kernels cannot run on these tensors; None if they can."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        if x.device.type != "cpu":
-            return "Triton's interpreter is on and x is not on the CPU"
-    elif x.device.type != "cuda":
-        return f"it needs a CUDA device, x is on {x.device.type}"
-    elif torch.version.cuda and torch.cuda.get_device_capability(x.device) < (8, 0):
-        return "it needs compute capability 8.0 or newer"
-    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"it takes float32, bfloat16 and float16, not {x.dtype}"
-    if weight.shape[1] > MAX_TAPS:
-        return f"it takes up to {MAX_TAPS} taps, weight has {weight.shape[1]}"
-    return None
 
 
 def forward(x, weight, bias, initial_state, seq_idx, silu: bool) -> tuple[Tensor, Tensor]:

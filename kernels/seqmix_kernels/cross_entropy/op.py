@@ -13,10 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..autograd import refuse_twice
+from ..frame import FUSES, Impl, Operator, autocast_dtype, autocast_off, refuse_twice
 from ..product import product
 
-IMPLS = ("auto", "reference", "fused")
+OPERATOR = Operator(
+    __package__, Impl("reference"), Impl("fused", "cuda", "fused GPU kernels", plain_tensors=True), compiled=FUSES
+)
+IMPLS, which_impl = OPERATOR.names, OPERATOR.which_impl  # what decides the choice: hidden states or logits
 
 
 def linear_cross_entropy(
@@ -50,13 +53,13 @@ def linear_cross_entropy(
             f"x and weight must be real and on one device; got {x.dtype} on {x.device} and {weight.dtype} on {weight.device}"
         )
     _check_targets(targets, "x", x)
-    device, dtype = x.device.type, x.dtype
-    if torch.is_autocast_enabled(device) and torch.float64 not in (dtype, weight.dtype):
-        dtype = torch.get_autocast_dtype(device)
+    dtype = x.dtype
+    if weight.dtype != torch.float64 and (cast := autocast_dtype(x)):
+        dtype = cast
     elif weight.dtype != dtype:
         raise ValueError(f"x and weight must share a dtype, where autocast casts neither; got {dtype} and {weight.dtype}")
-    impl = _choose(x, impl)
-    with torch.autocast(device, enabled=False):
+    impl = OPERATOR.choose(impl, x)
+    with autocast_off(x.device.type):
         if impl == "fused":
             return _LinearCrossEntropy.apply(x.to(dtype), weight, targets, ignore_index)
         logits = F.linear(x.to(dtype), weight.to(dtype))
@@ -82,7 +85,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100, imp
     if logits.dim() != 2 or not logits.is_floating_point():
         raise ValueError(f"logits must be (T, V) and real; got shape {tuple(logits.shape)}, {logits.dtype}")
     _check_targets(targets, "logits", logits)
-    if _choose(logits, impl) == "fused":
+    if OPERATOR.choose(impl, logits) == "fused":
         return _CrossEntropy.apply(logits, targets, ignore_index)
     return reference(logits, targets, ignore_index)
 
@@ -90,31 +93,6 @@ def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100, imp
 def reference(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
     wide = logits if logits.dtype == torch.float64 else logits.float()
     return F.cross_entropy(wide, targets.long(), ignore_index=ignore_index, reduction="none")
-
-
-def which_impl(x: Tensor) -> tuple[str, str]:
-    """What "auto" selects for hidden states or logits like these, and why: ("fused", "fused GPU kernels")."""
-    if torch.compiler.is_compiling():
-        return "reference", "torch.compile fuses it by itself"
-    reason = why_not(x)
-    return ("fused", "fused GPU kernels") if reason is None else ("reference", f"fused cannot run: {reason}")
-
-
-def why_not(x: Tensor) -> str | None:
-    """Why the kernels cannot run on hidden states or logits like these; None if they can."""
-    try:
-        from .. import fused_rowwise  # imports Triton, which a machine without a GPU may lack
-    except ImportError as missing:
-        return f"Triton cannot be imported ({missing})"
-    return fused_rowwise.why_not(x)
-
-
-def _choose(x: Tensor, impl: str) -> str:
-    if impl not in IMPLS:
-        raise ValueError(f"impl must be one of {', '.join(IMPLS)}; got {impl!r}")
-    if impl == "fused" and (reason := why_not(x)):
-        raise ValueError(f"impl='fused' cannot run here: {reason}")
-    return which_impl(x)[0] if impl == "auto" else impl
 
 
 def _check_targets(targets: Tensor, name: str, x: Tensor) -> None:
@@ -152,7 +130,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.overwritten = True
         fused.backward(dlosses, logits, targets, log_sums, ctx.ignore_index, ctx.size[0], out=logits)
         dx = dweight = None
-        with torch.autocast(x.device.type, enabled=False):
+        with autocast_off(x.device.type):
             if ctx.needs_input_grad[0]:
                 dx = logits @ rows
             if ctx.needs_input_grad[1]:

@@ -171,12 +171,6 @@ def borders_kernel(
         tl.store(dw_ptr + key.to(tl.int64) * D + d, dw.to(dw_ptr.dtype.element_ty), mask=d < D)
 
 
-def why_not(weight: Tensor) -> str | None:
-    if len(weight) >= 2**31 - 1:
-        return f"it takes at most {2**31 - 2} rows, not {len(weight)}"
-    return rowwise.why_not(weight)
-
-
 def key_type(rows: int) -> tuple[torch.dtype, int]:
     """The dtype of keys 0 .. rows, and what is subtracted from them: torch sorts 16 bits in half as many passes as 32."""
     return (torch.int16, 2**15) if rows < 2**16 else (torch.int32, 0)

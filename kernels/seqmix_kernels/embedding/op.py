@@ -10,9 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..autograd import refuse_twice
+from ..frame import FUSES, Impl, Operator, refuse_twice
 
-IMPLS = ("auto", "reference", "fused")
+MOST_ROWS = 2**31 - 2  # the kernels count them in 32 bits
+
+
+def _limit(weight: Tensor) -> str | None:
+    return f"it takes at most {MOST_ROWS} rows, not {len(weight)}" if len(weight) > MOST_ROWS else None
+
+
+OPERATOR = Operator(
+    __package__, Impl("reference"), Impl("fused", "cuda", "fused GPU kernels", limit=_limit, plain_tensors=True), compiled=FUSES
+)
+IMPLS, which_impl = OPERATOR.names, OPERATOR.which_impl  # what decides the choice: weight
 
 
 def embedding(tokens: Tensor, weight: Tensor, impl: str = "auto") -> Tensor:
@@ -39,36 +49,13 @@ def embedding(tokens: Tensor, weight: Tensor, impl: str = "auto") -> Tensor:
         raise ValueError(f"weight must be (V, D) and real; got shape {tuple(weight.shape)}, {weight.dtype}")
     if tokens.dtype not in (torch.int64, torch.int32) or tokens.device != weight.device:
         raise ValueError(f"tokens must be int64 or int32 on {weight.device} like weight; got {tokens.dtype} on {tokens.device}")
-    if impl == "auto":
-        impl, _ = which_impl(weight)
-    elif impl not in IMPLS:
-        raise ValueError(f"impl must be one of {', '.join(IMPLS)}; got {impl!r}")
-    elif impl == "fused" and (reason := why_not(weight)):
-        raise ValueError(f"impl='fused' cannot run here: {reason}")
-    if impl == "reference":
+    if OPERATOR.choose(impl, weight) == "reference":
         return F.embedding(tokens, weight)
     if torch.is_grad_enabled() and weight.requires_grad:
         return _Embedding.apply(tokens, weight)
     from . import fused
 
     return fused.forward(tokens, weight, needs_gradient=False)[0]
-
-
-def which_impl(weight: Tensor) -> tuple[str, str]:
-    """What "auto" selects for a weight like this, and why: ("fused", "fused GPU kernels")."""
-    if torch.compiler.is_compiling():
-        return "reference", "torch.compile fuses it by itself"
-    reason = why_not(weight)
-    return ("fused", "fused GPU kernels") if reason is None else ("reference", f"fused cannot run: {reason}")
-
-
-def why_not(weight: Tensor) -> str | None:
-    """Why the kernels cannot run on a weight like this; None if they can."""
-    try:
-        from . import fused  # imports Triton, which a machine without a GPU may lack
-    except ImportError as missing:
-        return f"Triton cannot be imported ({missing})"
-    return fused.why_not(weight)
 
 
 class _Embedding(torch.autograd.Function):

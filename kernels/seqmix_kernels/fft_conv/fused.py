@@ -8,8 +8,6 @@ and torch makes no copy before a complex-to-real transform.
 
 from __future__ import annotations
 
-import os
-
 import torch
 import triton
 from torch import Tensor
@@ -22,20 +20,6 @@ WORKSPACE = 1 << 28  # most bytes of one complex buffer, unless a single channel
 BT, BD = 32, 64  # steps and channels per tile
 WARPS = 4
 BLOCK = 1024  # complex numbers per program of the products
-
-
-def why_not(u: Tensor) -> str | None:
-    """Why the kernels cannot run on inputs like these; None if they can."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        if u.device.type != "cpu":
-            return "Triton's interpreter is on and u is not on the CPU"
-    elif u.device.type != "cuda":
-        return f"it needs a CUDA device, u is on {u.device.type}"
-    elif torch.version.cuda and torch.cuda.get_device_capability(u.device) < (8, 0):
-        return "it needs compute capability 8.0 or newer"
-    if u.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"it takes float32, bfloat16 and float16, not {u.dtype}"
-    return None
 
 
 def _parts(batch: int, width: int, n: int):

@@ -1,20 +1,25 @@
-"""The public long convolution: its contract, the choice of an implementation and the registered op."""
+"""The public long convolution: its contract, its implementations and the registered op."""
 
 from __future__ import annotations
-
-import functools
-import logging
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import frame
+from ..frame import Impl, Operator
 from . import torch_forms
 from .reference import activate, reference
 
-log = logging.getLogger(__name__)
-
-IMPLS = ("auto", "reference", "torch", "fused")
+OPERATOR = Operator(
+    __package__,
+    Impl("reference"),
+    Impl("torch", says="plain torch", module="torch_forms"),
+    Impl("fused", "cuda", "fused GPU kernels around cuFFT"),
+    fallback="torch",
+)
+IMPLS = OPERATOR.names
+which_impl, why_not = OPERATOR.which_impl, OPERATOR.why_not  # what decides the choice: u
 ACTIVATIONS = (None, "gelu", "silu")
 
 
@@ -48,9 +53,9 @@ def fft_conv(
     """
     u, gate = _autocast(u, gate)
     _check(u, kernel, D, activation, gate)
-    name = _choose(u, impl)
+    name = OPERATOR.choose(impl, u)
     kernel = kernel[:, : max(1, u.shape[1])]
-    with torch.autocast(u.device.type, enabled=False):
+    with frame.autocast_off(u.device.type):
         if u.numel() == 0:
             return _empty(u, kernel, D, gate)
         if name == "reference":
@@ -86,7 +91,7 @@ def fft_conv_carry(
         raise ValueError(f"state must be {acc} of shape {wanted}; got {state.dtype} of {tuple(state.shape)}")
     if u.numel() == 0:
         return _empty(u, kernel, D, gate), state
-    with torch.autocast(u.device.type, enabled=False):
+    with frame.autocast_off(u.device.type):
         wide = u.to(acc)
         p = torch_forms.linear(wide.mT, kernel.to(acc)).mT + F.pad(state, (0, 0, 0, length))  # (B, L + K - 1, D)
         p, state = p.split((length, kernel.shape[1] - 1), dim=1)
@@ -99,93 +104,23 @@ def _empty(u: Tensor, *others: Tensor | None) -> Tensor:
     return u + 0 * sum(t.sum() for t in others if t is not None)
 
 
-def which_impl(u: Tensor) -> tuple[str, str]:
-    """What "auto" selects for inputs like these, and why."""
-    if u.is_cuda:
-        reason = why_not("fused", u)
-        if reason is None:
-            return "fused", "fused GPU kernels around cuFFT"
-        return "torch", f"fused cannot run: {reason}"
-    return "torch", "plain torch"
-
-
-def why_not(impl: str, u: Tensor) -> str | None:
-    """Why `impl` cannot run on inputs like these; None if it can."""
-    if impl == "fused":
-        try:
-            return _fused().why_not(u)
-        except ImportError as missing:
-            return f"its kernels cannot be imported ({missing})"
-    return None
-
-
-def _fused():
-    from . import fused  # imports Triton, which a machine without a GPU may lack
-
-    return fused
-
-
 def _autocast(u: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    if u.dtype != torch.float64 and torch.is_autocast_enabled(u.device.type):
-        u = u.to(torch.get_autocast_dtype(u.device.type))
-        gate = None if gate is None else gate.to(u.dtype)
+    if dtype := frame.autocast_dtype(u):
+        u, gate = u.to(dtype), None if gate is None else gate.to(dtype)
     return u, gate
-
-
-def _choose(u: Tensor, impl: str) -> str:
-    if impl == "auto":
-        name, reason = which_impl(u)
-        if not torch.compiler.is_compiling():
-            _say_once(u.device.type, u.dtype, name, reason)
-        return name
-    if impl not in IMPLS:
-        raise ValueError(f"impl must be one of {', '.join(IMPLS)}; got {impl!r}")
-    reason = why_not(impl, u)
-    if reason:
-        raise ValueError(f"impl={impl!r} cannot run here: {reason}")
-    return impl
-
-
-@functools.cache
-def _say_once(device: str, dtype: torch.dtype, name: str, reason: str) -> None:
-    log.info("fft_conv on %s in %s uses %s: %s", device, dtype, name, reason)
 
 
 # ---- the registered op ----------------------------------------------------------------------------------------------
 
 _INPUTS = "Tensor u, Tensor kernel, Tensor? D, Tensor? gate"
-torch.library.define("seqmix::fft_conv_fwd", f"({_INPUTS}, str? activation, str backend) -> (Tensor y, Tensor p)")
-torch.library.define(
-    "seqmix::fft_conv_bwd",
-    f"(Tensor dy, {_INPUTS}, Tensor p, str? activation, str backend) -> (Tensor du, Tensor dkernel, Tensor dD, Tensor dgate)",
-)
 
 
-def _backend(name: str):
-    return torch_forms if name == "torch" else _fused()
-
-
-@torch.library.impl("seqmix::fft_conv_fwd", "CompositeExplicitAutograd")
-def _forward(*args):
-    *args, backend = args
-    return _backend(backend).forward(*args)
-
-
-@torch.library.impl("seqmix::fft_conv_bwd", "CompositeExplicitAutograd")
-def _backward_op(*args):
-    *args, backend = args
-    with torch.autocast(args[0].device.type, enabled=False):  # a backward pass may run under autocast
-        return _backend(backend).backward(*args)
-
-
-@torch.library.register_fake("seqmix::fft_conv_fwd")
-def _(u, kernel, D, gate, activation, backend):
+def _fake_forward(u, kernel, D, gate, activation, backend):
     kept = (0,) if activation is None and gate is None else u.shape
     return u.new_empty(u.shape), u.new_empty(kept)
 
 
-@torch.library.register_fake("seqmix::fft_conv_bwd")
-def _(dy, u, kernel, D, gate, p, activation, backend):
+def _fake_backward(dy, u, kernel, D, gate, p, activation, backend):
     none = u.new_empty(0, dtype=torch.promote_types(u.dtype, torch.float32))
     return (
         u.new_empty(u.shape), kernel.new_empty(kernel.shape), none if D is None else D.new_empty(D.shape),
@@ -193,24 +128,19 @@ def _(dy, u, kernel, D, gate, p, activation, backend):
     )  # fmt: skip
 
 
-def _setup_context(ctx, inputs, output):
-    *tensors, ctx.activation, ctx.backend = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*tensors, output[1])
-
-
-def _backward(ctx, dy, _):
-    u, kernel, D, gate, p = ctx.saved_tensors
-    du, dkernel, dD, dgate = torch.ops.seqmix.fft_conv_bwd(dy, u, kernel, D, gate, p, ctx.activation, ctx.backend)
-    return du, dkernel, None if D is None else dD, None if gate is None else dgate, None, None
-
-
-def _no_second_derivative(ctx, *_):
-    raise NotImplementedError('this convolution has no second derivative; impl="reference" has one')
-
-
-torch.library.register_autograd("seqmix::fft_conv_fwd", _backward, setup_context=_setup_context)
-torch.library.register_autograd("seqmix::fft_conv_bwd", _no_second_derivative)
+frame.register(
+    "fft_conv_fwd",
+    f"({_INPUTS}, str? activation, str backend) -> (Tensor y, Tensor p)",
+    OPERATOR.run("forward"),
+    _fake_forward,
+)
+frame.register(
+    "fft_conv_bwd",
+    f"(Tensor dy, {_INPUTS}, Tensor p, str? activation, str backend) -> (Tensor du, Tensor dkernel, Tensor dD, Tensor dgate)",
+    OPERATOR.run("backward"),
+    _fake_backward,
+)
+frame.register_gradient("fft_conv", 4, 1, 'this convolution has no second derivative; impl="reference" has one')
 
 
 # ---- contract -------------------------------------------------------------------------------------------------------

@@ -1,15 +1,12 @@
 """The public operator: its contract, the choice of an implementation and the registered op."""
 
-import contextlib
-
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .. import autograd
-from ..causal_conv1d.op import which_impl as which_convolution
-from ..causal_conv1d.op import why_not as convolution_why_not
-from ..selective_scan.op import which_impl, why_not
+from .. import frame
+from ..causal_conv1d.op import OPERATOR as CONVOLUTION
+from ..selective_scan.op import OPERATOR as SCAN
 from . import inner
 from .inner import Given, Saved
 from .reference import reference
@@ -70,9 +67,7 @@ def mamba_inner(
     Raises:
         ValueError: an invalid shape, dtype, device or name, or a scan that cannot run here.
     """
-    device = u.device.type
-    if u.dtype != torch.float64 and torch.is_autocast_enabled(device):
-        u = u.to(torch.get_autocast_dtype(device))
+    u = u.to(frame.autocast_dtype(u) or u.dtype)
     given = Given(u, in_proj, in_bias, conv, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, out_proj, out_bias,
                   conv_state, ssm_state, seq_idx)  # fmt: skip
     _check(given, discretization, level)
@@ -90,23 +85,21 @@ def mamba_inner(
 def _compiled(u: Tensor, conv: Tensor, scan: str) -> str | None:
     """The backend of the node; None where the composition is used: for a scan in plain torch, or for more taps than the
     compiled convolution supports."""
-    name = which_impl(u)[0] if scan == "auto" else scan
-    if name not in ("cpu", "fused"):
-        return None
-    reason = why_not(name, u)
-    if reason:
-        raise ValueError(f"scan={scan!r} cannot run here: {reason}")
-    return name if convolution_why_not(name, u, conv) is None else None
+    if scan == "auto":
+        scan, _ = SCAN.which_impl(u)
+    else:
+        SCAN.require(scan, u, option="scan")
+    return scan if scan in ("cpu", "fused") and CONVOLUTION.why_not(scan, u, conv) is None else None
 
 
 def which_impls(u: Tensor, conv: Tensor, scan: str = "auto") -> dict[str, str]:
     """What computes the parts of `mamba_inner` for tensors like these, and why; it raises the same ValueError."""
     name = _compiled(u, conv, scan)
-    scan_name, reason = which_impl(u) if scan == "auto" else (scan, "asked for")
+    scan_name, reason = SCAN.which_impl(u) if scan == "auto" else (scan, "asked for")
     used = {"selective_scan": f"{scan_name} ({reason})"}
     if name is not None:
         return used | {"causal_conv1d": f"{name} (as the scan)", "mamba_inner": f"{name} (one autograd node)"}
-    used["causal_conv1d"] = "{} ({})".format(*which_convolution(u, conv))
+    used["causal_conv1d"] = "{} ({})".format(*CONVOLUTION.which_impl(u, conv))
     return used | {"mamba_inner": f"reference (the composition of its parts: scan {scan_name}, {conv.shape[1]} taps)"}
 
 
@@ -132,44 +125,22 @@ _INPUTS = (
     "Tensor? seq_idx, "
 )
 _SAVED = "Tensor xz, Tensor x, Tensor dt, Tensor dbc, Tensor y, Tensor boundary, Tensor gate"
-torch.library.define(
-    "seqmix::mamba_inner_fwd",
-    f"({_INPUTS}str discretization, int level, bool save, str backend) -> "
-    f"(Tensor out, Tensor conv_final, Tensor ssm_final, {_SAVED})",
-)
-torch.library.define(
-    "seqmix::mamba_inner_bwd",
-    f"(Tensor dout, Tensor? dconv_final, Tensor? dssm_final, {_INPUTS}{_SAVED}, str discretization, int level, str backend)"
-    f" -> ({', '.join(['Tensor'] * (len(Given._fields) - 1))})",
-)
 
 
-def _as_given(device: str) -> contextlib.AbstractContextManager:
-    """Disables autocast, so that every tensor keeps its dtype; entered only if autocast is on, because entering costs time."""
-    on = torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if on else contextlib.nullcontext()
-
-
-@torch.library.impl("seqmix::mamba_inner_fwd", "CompositeExplicitAutograd")
 def _forward(*args):
     *given, discretization, level, save, backend = args
-    given = Given(*given)
-    with _as_given(given.u.device.type):
-        *results, saved = inner.forward(given, level, save, inner.operators(backend, discretization))
+    *results, saved = inner.forward(Given(*given), level, save, inner.operators(backend, discretization))
     return (*results, *saved)
 
 
-@torch.library.impl("seqmix::mamba_inner_bwd", "CompositeExplicitAutograd")
-def _backward_op(dout, dconv_final, dssm_final, *args):
+def _backward(dout, dconv_final, dssm_final, *args):
     *tensors, discretization, level, backend = args
     given, saved = Given(*tensors[: len(Given._fields)]), Saved(*tensors[len(Given._fields) :])
-    with _as_given(dout.device.type):
-        run = inner.operators(backend, discretization)
-        grads = inner.backward(dout, dconv_final, dssm_final, given, saved, level, run)
+    run = inner.operators(backend, discretization)
+    grads = inner.backward(dout, dconv_final, dssm_final, given, saved, level, run)
     return tuple(dout.new_empty(0) if grad is None else grad for grad in grads)
 
 
-@torch.library.register_fake("seqmix::mamba_inner_fwd")
 def _fake_forward(*args):
     *given, discretization, level, save, backend = args
     g = Given(*given)
@@ -188,41 +159,32 @@ def _fake_forward(*args):
     return g.u.new_empty(g.u.shape), g.u.new_empty(batch, g.conv.shape[1] - 1, width), final, *saved
 
 
-@torch.library.register_fake("seqmix::mamba_inner_bwd")
 def _fake_backward(dout, dconv_final, dssm_final, *args):
     given = Given(*args[: len(Given._fields)])
     return tuple(dout.new_empty(0) if t is None else t.new_empty(t.shape) for t in given[:-1])
 
 
-_below_autograd = autograd.below(torch.ops.seqmix.mamba_inner_fwd)
-
-
-class _Inner(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *inputs):
-        output = _below_autograd(*inputs)
-        *given, ctx.discretization, ctx.level, _, ctx.backend = inputs
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*output[3:])
-        ctx.save_for_backward(*given, *output[3:])
-        return output
-
-    @staticmethod
-    def backward(ctx, dout, dconv_final, dssm_final, *_):
-        saved = ctx.saved_tensors
-        given = saved[: len(Given._fields)]
-        if dout is None:
-            dout = given[0].new_zeros(1, 1, 1).expand(given[0].shape)
-        settings = (ctx.discretization, ctx.level, ctx.backend)
-        grads = torch.ops.seqmix.mamba_inner_bwd(dout, dconv_final, dssm_final, *saved, *settings)
-        grads = (None if t is None else grad for t, grad in zip(given[:-1], grads, strict=True))
-        return *grads, *(None,) * 5  # seq_idx and the four settings
-
-
-autograd.register(
-    "mamba_inner", _Inner.apply, lambda inputs: inputs[-2],  # save
+frame.register(
+    "mamba_inner_fwd",
+    f"({_INPUTS}str discretization, int level, bool save, str backend) -> "
+    f"(Tensor out, Tensor conv_final, Tensor ssm_final, {_SAVED})",
+    _forward,
+    _fake_forward,
+)
+frame.register(
+    "mamba_inner_bwd",
+    f"(Tensor dout, Tensor? dconv_final, Tensor? dssm_final, {_INPUTS}{_SAVED}, str discretization, int level, str backend)"
+    f" -> ({', '.join(['Tensor'] * (len(Given._fields) - 1))})",
+    _backward,
+    _fake_backward,
+)
+frame.register_gradient(
+    "mamba_inner",
+    len(Given._fields),
+    3,
     'the Mamba node has no second derivative; scan="sequential" has one',
-)  # fmt: skip
+    saves=True,
+)
 
 
 # ---- contract -------------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ gdc_wait it reads only weights; every other load, and every store, comes after.
 """
 
 import functools
-import os
 
 import torch
 import triton
@@ -26,7 +25,6 @@ from ..launch import launch
 from ..selective_scan.triton_kernels import LOG2E, sigmoid, softplus, zoh
 from .reference import linear
 
-MAX_TAPS = 8
 FEW = 2  # most rows for which each program reads its part of W_in, or of W_out, for a single row
 ROWS = 16  # from this many rows on a program processes as many at once: it reads weights once and uses tensor cores
 BLOCK, FEW_BLOCK, OUT_BLOCK = 64, 16, 8  # channels per program; with W_in; outputs per program with W_out
@@ -200,22 +198,6 @@ def out_kernel(
         y = tl.load(y_ptr + b * E + c, mask=c < E, other=0.0).to(tl.float32)
         out += tl.sum(w.to(low).to(tl.float32) * y[None, :], axis=1)
     tl.store(out_ptr + b * M + o, out.to(low), mask=om)
-
-
-def why_not(u: Tensor, conv: Tensor) -> str | None:
-    """Why the kernels cannot run on these tensors; None if they can."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        if u.device.type != "cpu":
-            return "Triton's interpreter is on and u is not on the CPU"
-    elif u.device.type != "cuda":
-        return f"it needs a CUDA device, u is on {u.device.type}"
-    elif torch.version.cuda and torch.cuda.get_device_capability(u.device) < (8, 0):
-        return "it needs compute capability 8.0 or newer"
-    if u.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"it takes float32, bfloat16 and float16, not {u.dtype}"
-    if conv.shape[1] > MAX_TAPS:
-        return f"it takes up to {MAX_TAPS} taps, conv has {conv.shape[1]}"
-    return None
 
 
 def step(

@@ -1,17 +1,24 @@
-"""The public operator: its contract, the choice of an implementation and the registered op."""
-
-import functools
-import logging
-import os
+"""The public operator: its contract, its implementations and the registered op."""
 
 import torch
 from torch import Tensor
 
+from .. import frame
+from ..frame import Impl, Operator
 from .reference import reference
 
-log = logging.getLogger(__name__)
+MAX_TAPS = 8  # of the kernels
 
-IMPLS = ("auto", "reference", "fused")
+
+def _limit(u: Tensor, conv: Tensor, needs_grad: bool) -> str | None:
+    if needs_grad:
+        return "it has no gradient"
+    return f"it takes up to {MAX_TAPS} taps, conv has {conv.shape[1]}" if conv.shape[1] > MAX_TAPS else None
+
+
+OPERATOR = Operator(__package__, Impl("reference"), Impl("fused", "cuda", "fused GPU kernels", limit=_limit))
+IMPLS = OPERATOR.names
+which_impl, why_not = OPERATOR.which_impl, OPERATOR.why_not  # what decides the choice: u, conv, whether a gradient is needed
 
 
 def mamba_step(
@@ -54,85 +61,39 @@ def mamba_step(
     Raises:
         ValueError: an invalid shape, dtype, device or name, or an implementation that cannot run here.
     """
-    device, dtype = u.device.type, u.dtype
-    if u.dtype != torch.float64 and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
+    dtype = frame.autocast_dtype(u) or u.dtype
     tensors = (u, in_proj, in_bias, conv, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, out_proj, out_bias, conv_state,
                ssm_state)  # fmt: skip
     _check(*tensors, discretization, dtype)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    if impl == "auto":
-        impl, reason = which_impl(u, conv, needs_grad)
-        if not torch.compiler.is_compiling():
-            _say_once(device, impl, reason)
-    elif impl not in IMPLS:
-        raise ValueError(f"impl must be one of {', '.join(IMPLS)}; got {impl!r}")
-    elif reason := why_not(impl, u, conv, needs_grad):
-        raise ValueError(f"impl={impl!r} cannot run here: {reason}")
-    if impl == "fused":
+    name = OPERATOR.choose(impl, u, conv, needs_grad)
+    with frame.autocast_off(u.device.type):
+        if name == "reference":
+            return reference(u.to(dtype), *tensors[1:], discretization)
         if in_place and not torch.compiler.is_compiling():
             return _step(*tensors, discretization, dtype, True)
         return torch.ops.seqmix.mamba_step(*tensors, discretization, dtype)
-    if not torch.is_autocast_enabled(device):  # entering a context would take a tenth of a small step's time
-        return reference(*tensors, discretization)
-    with torch.autocast(device, enabled=False):
-        return reference(u.to(dtype), *tensors[1:], discretization)
-
-
-def which_impl(u: Tensor, conv: Tensor, needs_grad: bool) -> tuple[str, str]:
-    """What "auto" selects for tensors like these, and why: ("fused", "fused GPU kernels")."""
-    reason = why_not("fused", u, conv, needs_grad)
-    return ("fused", "fused GPU kernels") if reason is None else ("reference", f"fused cannot run: {reason}")
-
-
-def why_not(impl: str, u: Tensor, conv: Tensor, needs_grad: bool) -> str | None:
-    """Why `impl` cannot run on tensors like these; None if it can."""
-    if impl == "reference":
-        return None
-    if needs_grad:
-        return "it has no gradient"
-    if u.device.type == "cpu" and not _interpreting():
-        return "u is on cpu"  # known without importing Triton
-    try:
-        from . import fused
-    except ImportError as missing:
-        return f"Triton cannot be imported ({missing})"
-    return fused.why_not(u, conv)
-
-
-def _interpreting() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-@functools.cache
-def _say_once(device: str, name: str, reason: str) -> None:
-    log.info("mamba_step on %s uses %s: %s", device, name, reason)
 
 
 # ---- the registered op ----------------------------------------------------------------------------------------------
 
-torch.library.define(
-    "seqmix::mamba_step",
-    "(Tensor u, Tensor in_proj, Tensor? in_bias, Tensor conv, Tensor? conv_bias, Tensor x_proj, Tensor dt_proj, "
-    "Tensor dt_bias, Tensor A_log, Tensor D, Tensor out_proj, Tensor? out_bias, Tensor conv_state, Tensor ssm_state, "
-    "str discretization, ScalarType dtype) -> (Tensor out, Tensor conv_state, Tensor ssm_state)",
-)
+
+_step = OPERATOR.run("step", "fused")
 
 
-def _step(*args):
-    from . import fused
-
-    with torch.autocast(args[0].device.type, enabled=False):
-        return fused.step(*args)
-
-
-torch.library.impl("seqmix::mamba_step", "CompositeExplicitAutograd")(_step)
-
-
-@torch.library.register_fake("seqmix::mamba_step")
 def _fake_step(u, *args):
     *_, conv_state, ssm_state, _, dtype = args
     return u.new_empty(u.shape, dtype=dtype), conv_state.new_empty(conv_state.shape), ssm_state.new_empty(ssm_state.shape)
+
+
+frame.register(
+    "mamba_step",
+    "(Tensor u, Tensor in_proj, Tensor? in_bias, Tensor conv, Tensor? conv_bias, Tensor x_proj, Tensor dt_proj, "
+    "Tensor dt_bias, Tensor A_log, Tensor D, Tensor out_proj, Tensor? out_bias, Tensor conv_state, Tensor ssm_state, "
+    "str discretization, ScalarType dtype) -> (Tensor out, Tensor conv_state, Tensor ssm_state)",
+    _step,
+    _fake_step,
+)
 
 
 # ---- contract -------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 
 import torch
 import triton
@@ -14,20 +13,6 @@ from . import triton_kernels as tk
 
 PRECISION = "tf32x3"  # of matrix products: three tensor-core products for one in float32
 SMS = 132  # multiprocessors to keep busy
-
-
-def why_not(c: Tensor) -> str | None:
-    """Why the kernels cannot run on coefficients like these; None if they can."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        if c.device.type != "cpu":
-            return "Triton's interpreter is on and the coefficients are not on the CPU"
-    elif c.device.type != "cuda":
-        return f"it needs a CUDA device, the coefficients are on {c.device.type}"
-    elif torch.version.cuda and torch.cuda.get_device_capability(c.device) < (8, 0):
-        return "it needs compute capability 8.0 or newer"
-    if c.dtype != torch.float32:
-        return f"it computes in float32, the coefficients are {c.dtype}"
-    return None
 
 
 def _spans(programs: int, tiles: int, a_multiprocessor: int) -> int:

@@ -1,21 +1,26 @@
-"""The public convolution kernels: their contracts, the choice of an implementation and the registered ops."""
+"""The public convolution kernels: their contracts, their implementations and the registered ops."""
 
 from __future__ import annotations
-
-import functools
-import logging
 
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
+from .. import frame
 from ..fft_conv.torch_forms import fft_length
+from ..frame import Impl, Operator
 from . import reference, torch_forms
 from .modes import conj, discretize, dplr_modes, times, truncated
 
-log = logging.getLogger(__name__)
-
-IMPLS = ("auto", "reference", "torch", "fused")
+OPERATOR = Operator(
+    __package__,
+    Impl("reference"),
+    Impl("torch", says="products of small matrices in plain torch", module="torch_forms"),
+    Impl("fused", "cuda", "fused GPU kernel", dtypes=(torch.float32,)),
+    fallback="torch",
+)
+IMPLS = OPERATOR.names
+which_impl, why_not = OPERATOR.which_impl, OPERATOR.why_not  # what decides the choice: the coefficients c
 
 
 def s4d_kernel(log_a: Tensor, c: Tensor, length: int, impl: str = "auto") -> Tensor:
@@ -42,8 +47,8 @@ def s4d_kernel(log_a: Tensor, c: Tensor, length: int, impl: str = "auto") -> Ten
         wanted = "log_a must be (D, M, 2) and c (..., D, M, 2)"
         raise ValueError(f"{wanted}; got {tuple(log_a.shape)} and {tuple(c.shape)}")
     _check_numbers("log_a", log_a=log_a, c=c)
-    name = _choose(c, impl)
-    with torch.autocast(c.device.type, enabled=False):
+    name = OPERATOR.choose(impl, c)
+    with frame.autocast_off(c.device.type):
         if name == "reference":
             return reference.s4d(log_a, c, length)
         return torch.ops.seqmix.s4d_kernel_fwd(log_a, c, length, name)
@@ -78,8 +83,8 @@ def s4d_layer_kernel(
             f"log_dt must be (D,), log_decay and imag (n, M), n a divisor of D, for C of {tuple(C.shape)}; "
             f"got {tuple(log_dt.shape)}, {shapes[0]} and {shapes[1]}"
         )
-    name = _choose(C, impl)
-    with torch.autocast(C.device.type, enabled=False):
+    name = OPERATOR.choose(impl, C)
+    with frame.autocast_off(C.device.type):
         if name == "fused" and method == "zoh" and imag is not None and C.numel():
             _check_numbers("log_dt", log_dt=log_dt, log_decay=log_decay, imag=imag, C=C)
             given = (t.contiguous() for t in (log_dt, log_decay, imag, C))
@@ -116,8 +121,8 @@ def dplr_kernel(lam: Tensor, P: Tensor, B: Tensor, C: Tensor, length: int, impl:
         shapes = ", ".join(str(tuple(t.shape)) for t in (lam, P, B, C))
         raise ValueError(f"lam, P, B and C must all be (D, M, 2); got {shapes}")
     _check_numbers("lam", lam=lam, P=P, B=B, C=C)
-    name = _choose(C, impl)
-    with torch.autocast(C.device.type, enabled=False):
+    name = OPERATOR.choose(impl, C)
+    with frame.autocast_off(C.device.type):
         if name == "reference":
             return reference.dplr(lam, P, B, C, length)
         n = fft_length(length)
@@ -154,8 +159,8 @@ def dplr_layer_kernel(
     for (name, shape), t in zip(wanted.items(), (log_dt, log_decay, imag, P, B), strict=True):
         if t.shape != shape or width % max(1, n):
             raise ValueError(f"{name} must be {shape}, {n} a divisor of D, for C of {tuple(C.shape)}; got {tuple(t.shape)}")
-    name = _choose(C, impl)
-    with torch.autocast(C.device.type, enabled=False):
+    name = OPERATOR.choose(impl, C)
+    with frame.autocast_off(C.device.type):
         if name == "fused" and C.numel():
             _check_numbers("log_dt", log_dt=log_dt, log_decay=log_decay, imag=imag, P=P, B=B, C=C)
             given = (t.contiguous() for t in (log_dt, log_decay, imag, P, B, C))
@@ -167,51 +172,6 @@ def residues(lam: Tensor, P: Tensor, B: Tensor, C: Tensor) -> Tensor:
     """Real weights of the four Cauchy sums, C B, C P, P* B and P* P: a for all four, then b. (D, M, 2) -> (D, M, 8)."""
     v = torch.stack((times(C, B), times(C, P), times(conj(P), B), times(conj(P), P)), -2)  # (D, M, 4, 2)
     return torch.cat(torch_forms.weights(lam[..., None, :], v).unbind(-1), -1)
-
-
-def which_impl(c: Tensor) -> tuple[str, str]:
-    """What "auto" selects for coefficients like these, and why."""
-    if c.is_cuda:
-        reason = why_not("fused", c)
-        if reason is None:
-            return "fused", "fused GPU kernel"
-        return "torch", f"fused cannot run: {reason}"
-    return "torch", "products of small matrices in plain torch"
-
-
-def why_not(impl: str, c: Tensor) -> str | None:
-    """Why `impl` cannot run on coefficients like these; None if it can."""
-    if impl == "fused":
-        try:
-            return _fused().why_not(c)
-        except ImportError as missing:
-            return f"its kernel cannot be imported ({missing})"
-    return None
-
-
-def _fused():
-    from . import fused  # imports Triton, which a machine without a GPU may lack
-
-    return fused
-
-
-def _choose(c: Tensor, impl: str) -> str:
-    if impl == "auto":
-        name, reason = which_impl(c)
-        if not torch.compiler.is_compiling():
-            _say_once(c.device.type, c.dtype, name, reason)
-        return name
-    if impl not in IMPLS:
-        raise ValueError(f"impl must be one of {', '.join(IMPLS)}; got {impl!r}")
-    reason = why_not(impl, c)
-    if reason:
-        raise ValueError(f"impl={impl!r} cannot run here: {reason}")
-    return impl
-
-
-@functools.cache
-def _say_once(device: str, dtype: torch.dtype, name: str, reason: str) -> None:
-    log.info("s4_kernel on %s in %s uses %s: %s", device, dtype, name, reason)
 
 
 def _check_length(length: int) -> None:
@@ -235,113 +195,27 @@ def _check_numbers(poles: str, **tensors: Tensor) -> None:
 
 # ---- the registered ops ---------------------------------------------------------------------------------------------
 
-torch.library.define("seqmix::s4d_kernel_fwd", "(Tensor log_a, Tensor c, int length, str backend) -> Tensor")
-torch.library.define(
-    "seqmix::s4d_kernel_bwd", "(Tensor dK, Tensor log_a, Tensor c, int length, str backend) -> (Tensor dlog_a, Tensor dc)"
-)
-torch.library.define("seqmix::dplr_kernel_fwd", "(Tensor lam, Tensor w, int length, str backend) -> Tensor")
-torch.library.define(
-    "seqmix::dplr_kernel_bwd", "(Tensor dK, Tensor lam, Tensor w, int length, str backend) -> (Tensor dlam, Tensor dw)"
-)
+
+def _register(name: str, tensors: str, settings: str, fake, impl: str | None = None) -> None:
+    """Registers an op from tensors and settings to K, and its backward. impl: see Operator.run."""
+    count = len(tensors.split())
+    inputs = ", ".join([f"Tensor {t}" for t in tensors.split()] + [settings])
+    outputs = ", ".join(["Tensor"] * count)
+
+    def fake_backward(dK, *args):
+        return tuple(t.new_empty(t.shape) for t in args[:count])
+
+    module, layer = name.split("_")[0], "_layer" if "_layer" in name else ""
+    frame.register(f"{name}_fwd", f"({inputs}) -> Tensor", OPERATOR.run(f"{module}{layer}_forward", impl), fake)
+    backward = OPERATOR.run(f"{module}{layer}_backward", impl)
+    frame.register(f"{name}_bwd", f"(Tensor dK, {inputs}) -> ({outputs})", backward, fake_backward)
+    frame.register_gradient(name, count, 1, 'this kernel has no second derivative; impl="reference" has one')
 
 
-def _backend(name: str):
-    return torch_forms if name == "torch" else _fused()
-
-
-@torch.library.impl("seqmix::s4d_kernel_fwd", "CompositeExplicitAutograd")
-def _s4d_forward(log_a, c, length, backend):
-    return _backend(backend).s4d_forward(log_a, c, length)
-
-
-@torch.library.impl("seqmix::s4d_kernel_bwd", "CompositeExplicitAutograd")
-def _s4d_backward(dK, log_a, c, length, backend):
-    with torch.autocast(dK.device.type, enabled=False):  # a backward pass may run under autocast
-        return _backend(backend).s4d_backward(dK, log_a, c, length)
-
-
-@torch.library.impl("seqmix::dplr_kernel_fwd", "CompositeExplicitAutograd")
-def _dplr_forward(lam, w, length, backend):
-    return _backend(backend).dplr_forward(lam, w, length)
-
-
-@torch.library.impl("seqmix::dplr_kernel_bwd", "CompositeExplicitAutograd")
-def _dplr_backward(dK, lam, w, length, backend):
-    with torch.autocast(dK.device.type, enabled=False):  # a backward pass may run under autocast
-        return _backend(backend).dplr_backward(dK, lam, w, length)
-
-
-@torch.library.register_fake("seqmix::s4d_kernel_fwd")
-def _(log_a, c, length, backend):
-    return c.new_empty((*c.shape[:-2], length))
-
-
-@torch.library.register_fake("seqmix::dplr_kernel_fwd")
-def _(lam, w, length, backend):
-    return w.new_empty((w.shape[0], length))
-
-
-@torch.library.register_fake("seqmix::s4d_kernel_bwd")
-@torch.library.register_fake("seqmix::dplr_kernel_bwd")
-def _(dK, first, second, length, backend):
-    return first.new_empty(first.shape), second.new_empty(second.shape)
-
-
-def _setup_context(ctx, inputs, output):
-    first, second, ctx.length, ctx.backend = inputs
-    ctx.save_for_backward(first, second)
-
-
-def _make_backward(op):
-    def backward(ctx, dK):
-        return *op(dK, *ctx.saved_tensors, ctx.length, ctx.backend), None, None
-
-    return backward
-
-
-def _no_second_derivative(ctx, *_):
-    raise NotImplementedError('this kernel has no second derivative; impl="reference" has one')
-
-
-for _name in ("s4d_kernel", "dplr_kernel"):
-    _op = getattr(torch.ops.seqmix, f"{_name}_bwd")
-    torch.library.register_autograd(f"seqmix::{_name}_fwd", _make_backward(_op), setup_context=_setup_context)
-    torch.library.register_autograd(f"seqmix::{_name}_bwd", _no_second_derivative)
-
-
-# ---- from the parameters of a layer: fused only -------------------------------------------------------------------------
-
-
-def _register_layer(name: str, tensors: str) -> None:
-    """Registers an op that maps some parameters, the last of which is C (D, M, 2), and a length to K (D, length)."""
-    inputs = ", ".join(f"Tensor {t}" for t in tensors.split()) + ", int length"
-    outputs = ", ".join(["Tensor"] * len(tensors.split()))
-    forward, backward = f"seqmix::{name}_layer_kernel_fwd", f"seqmix::{name}_layer_kernel_bwd"
-    torch.library.define(forward, f"({inputs}) -> Tensor")
-    torch.library.define(backward, f"(Tensor dK, {inputs}) -> ({outputs})")
-
-    def run_forward(*args):
-        return getattr(_fused(), f"{name}_layer_forward")(*args)
-
-    def run_backward(*args):
-        with torch.autocast(args[0].device.type, enabled=False):
-            return getattr(_fused(), f"{name}_layer_backward")(*args)
-
-    def setup(ctx, inputs, output):
-        *tensors, ctx.length = inputs
-        ctx.save_for_backward(*tensors)
-
-    def gradients(ctx, dK):
-        op = getattr(torch.ops.seqmix, f"{name}_layer_kernel_bwd")
-        return *op(dK, *ctx.saved_tensors, ctx.length), None
-
-    torch.library.impl(forward, "CompositeExplicitAutograd", run_forward)
-    torch.library.impl(backward, "CompositeExplicitAutograd", run_backward)
-    torch.library.register_fake(forward, lambda *args: args[-2].new_empty((args[-2].shape[0], args[-1])))
-    torch.library.register_fake(backward, lambda dK, *args: tuple(t.new_empty(t.shape) for t in args[:-1]))
-    torch.library.register_autograd(forward, gradients, setup_context=setup)
-    torch.library.register_autograd(backward, _no_second_derivative)
-
-
-_register_layer("s4d", "log_dt log_decay imag C")
-_register_layer("dplr", "log_dt log_decay imag P B C")
+_register("s4d_kernel", "log_a c", "int length, str backend", lambda log_a, c, length, _: c.new_empty((*c.shape[:-2], length)))
+_register("dplr_kernel", "lam w", "int length, str backend", lambda lam, w, length, _: w.new_empty((w.shape[0], length)))
+# from the parameters of a layer, the last of which is C (D, M, 2): fused only
+for _name, _tensors in (("s4d", "log_dt log_decay imag C"), ("dplr", "log_dt log_decay imag P B C")):
+    _register(
+        f"{_name}_layer_kernel", _tensors, "int length", lambda *args: args[-2].new_empty((len(args[-2]), args[-1])), "fused"
+    )

@@ -8,8 +8,6 @@ PDL: from compute capability 9.0 a kernel starts while the previous one finishes
 gdc_wait it reads only weights; every other load, and every store, comes after.
 """
 
-import os
-
 import torch
 import triton
 import triton.language as tl
@@ -21,7 +19,6 @@ from ..mamba_step.fused import programmatic
 from ..mamba_step.reference import linear
 from ..selective_scan.triton_kernels import sigmoid
 
-MOST_STATES = 256
 TILE, WARPS = 128, 2  # modes per program; more than its threads, so that no state is read again after it was written
 FEW, SOME = 4, 64  # most rows whose projections a program sums by itself; on tensor cores. With more: cuBLAS
 OUTPUTS, COLUMNS = 4, 1024  # per program with the projections: rows of the weights, and columns loaded at once
@@ -232,22 +229,6 @@ def gate_kernel(value_ptr, gate_ptr, out_ptr, n, BLOCK: tl.constexpr):
     value = tl.load(value_ptr + i, mask=i < n, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + i, mask=i < n, other=0.0).to(tl.float32)
     tl.store(out_ptr + i, (value * sigmoid(gate)).to(out_ptr.dtype.element_ty), mask=i < n)
-
-
-def why_not(u: Tensor, states: int) -> str | None:
-    """Why the kernels cannot run on u with `states` numbers of state per channel; None if they can."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        if u.device.type != "cpu":
-            return "Triton's interpreter is on and u is not on the CPU"
-    elif u.device.type != "cuda":
-        return f"it needs a CUDA device, u is on {u.device.type}"
-    elif torch.version.cuda and torch.cuda.get_device_capability(u.device) < (8, 0):
-        return "it needs compute capability 8.0 or newer"
-    if u.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"it takes float32, bfloat16 and float16, not {u.dtype}"
-    if states > MOST_STATES:
-        return f"it takes up to {MOST_STATES} numbers of state per channel, x has {states}"
-    return None
 
 
 def step(

@@ -1,17 +1,25 @@
-"""The public operators: their contracts, the choice of an implementation and the registered ops."""
-
-import functools
-import logging
-import os
+"""The public operators: their contracts, their implementations and the registered ops."""
 
 import torch
 from torch import Tensor
 
+from .. import frame
+from ..frame import Impl, Operator
 from .reference import gated, reference
 
-log = logging.getLogger(__name__)
+MOST_STATES = 256  # of the kernels
 
-IMPLS = ("auto", "reference", "fused")
+
+def _limit(u: Tensor, states: int, needs_grad: bool) -> str | None:
+    if needs_grad:
+        return "it has no gradient"
+    return f"it takes up to {MOST_STATES} numbers of state per channel, x has {states}" if states > MOST_STATES else None
+
+
+OPERATOR = Operator(__package__, Impl("reference"), Impl("fused", "cuda", "fused GPU kernels", limit=_limit))
+IMPLS = OPERATOR.names
+# what decides the choice: u, the numbers of state per channel, whether a gradient is needed
+which_impl, why_not = OPERATOR.which_impl, OPERATOR.why_not
 
 
 def s4_step(
@@ -53,17 +61,14 @@ def s4_step(
     tensors = (u, x, log_dt, log_decay, imag, P, B, C, D)
     method = method if P is None else "bilinear"
     _check(*tensors, method, activation)
-    device, dtype = u.device.type, u.dtype
-    if dtype != torch.float64 and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-    if _choose("s4_step", tensors, D, x.shape[2] * x.shape[3], impl) == "fused":
+    dtype = frame.autocast_dtype(u) or u.dtype
+    name = _choose(tensors, D, x.shape[2] * x.shape[3], impl)
+    with frame.autocast_off(u.device.type):
+        if name == "reference":
+            return reference(*tensors, method, activation, dtype)
         if in_place and not torch.compiler.is_compiling():
             return _step(*tensors, method, activation, dtype, True)
         return torch.ops.seqmix.s4_step(*tensors, method, activation, dtype)
-    if not torch.is_autocast_enabled(device):
-        return reference(*tensors, method, activation, dtype)
-    with torch.autocast(device, enabled=False):
-        return reference(*tensors, method, activation, dtype)
 
 
 def gated_projection(
@@ -94,97 +99,35 @@ def gated_projection(
                            ("gate_bias", gate_bias, wide), ("out_bias", out_bias, wide)):  # fmt: skip
         if t is not None:
             _check_one(name, t, tuple(shape), y.device)
-    device = y.device.type
-    if y.dtype != torch.float64 and torch.is_autocast_enabled(device):
-        y = y.to(torch.get_autocast_dtype(device))
-    if _choose("gated_projection", (y, *weights), out_proj, 0, impl) == "fused":
+    y = y.to(frame.autocast_dtype(y) or y.dtype)
+    if _choose((y, *weights), out_proj, 0, impl) == "fused":
         return torch.ops.seqmix.gated_projection(y, *weights)
-    if not torch.is_autocast_enabled(device):
-        return gated(y, *weights)
-    with torch.autocast(device, enabled=False):
+    with frame.autocast_off(y.device.type):
         return gated(y, *weights)
 
 
-def which_impl(u: Tensor, states: int, needs_grad: bool) -> tuple[str, str]:
-    """What "auto" selects for tensors like these, and why: ("fused", "fused GPU kernels"). states: those per channel."""
-    reason = why_not("fused", u, states, needs_grad)
-    return ("fused", "fused GPU kernels") if reason is None else ("reference", f"fused cannot run: {reason}")
-
-
-def why_not(impl: str, u: Tensor, states: int, needs_grad: bool) -> str | None:
-    """Why `impl` cannot run on tensors like these; None if it can."""
-    if impl == "reference":
-        return None
-    if needs_grad:
-        return "it has no gradient"
-    if u.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        return "u is on cpu"  # known without importing Triton
-    try:
-        from . import fused
-    except ImportError as missing:
-        return f"Triton cannot be imported ({missing})"
-    return fused.why_not(u, states)
-
-
-def _choose(op: str, tensors: tuple[Tensor | None, ...], like: Tensor, states: int, impl: str) -> str:
+def _choose(tensors: tuple[Tensor | None, ...], like: Tensor, states: int, impl: str) -> str:
     """like: a parameter; if it is float64, it decides instead of the token."""
-    if impl not in IMPLS:
-        raise ValueError(f"impl must be one of {', '.join(IMPLS)}; got {impl!r}")
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    u = like if like.dtype == torch.float64 else tensors[0]
-    if impl == "auto":
-        impl, reason = which_impl(u, states, needs_grad)
-        if not torch.compiler.is_compiling():
-            _say_once(op, u.device.type, impl, reason)
-    elif reason := why_not(impl, u, states, needs_grad):
-        raise ValueError(f"impl={impl!r} cannot run here: {reason}")
-    return impl
-
-
-@functools.cache
-def _say_once(op: str, device: str, name: str, reason: str) -> None:
-    log.info("%s on %s uses %s: %s", op, device, name, reason)
+    return OPERATOR.choose(impl, like if like.dtype == torch.float64 else tensors[0], states, needs_grad)
 
 
 # ---- the registered ops ---------------------------------------------------------------------------------------------
 
-torch.library.define(
-    "seqmix::s4_step",
+_step = OPERATOR.run("step", "fused")
+frame.register(
+    "s4_step",
     "(Tensor u, Tensor x, Tensor log_dt, Tensor log_decay, Tensor? imag, Tensor? P, Tensor? B, Tensor C, Tensor D, "
     "str method, str? activation, ScalarType dtype) -> (Tensor y, Tensor x)",
+    _step,
+    lambda u, x, *args: (u.new_empty(u.shape, dtype=args[-1]), x.new_empty(x.shape)),
 )
-torch.library.define(
-    "seqmix::gated_projection",
+frame.register(
+    "gated_projection",
     "(Tensor y, Tensor gate_proj, Tensor? gate_bias, Tensor out_proj, Tensor? out_bias) -> Tensor",
+    OPERATOR.run("gated", "fused"),
+    lambda y, gate_proj, gate_bias, out_proj, out_bias: y.new_empty(len(y), len(out_proj)),
 )
-
-
-def _step(*args):
-    from . import fused
-
-    with torch.autocast(args[0].device.type, enabled=False):
-        return fused.step(*args)
-
-
-def _gated(*args):
-    from . import fused
-
-    with torch.autocast(args[0].device.type, enabled=False):
-        return fused.gated(*args)
-
-
-torch.library.impl("seqmix::s4_step", "CompositeExplicitAutograd")(_step)
-torch.library.impl("seqmix::gated_projection", "CompositeExplicitAutograd")(_gated)
-
-
-@torch.library.register_fake("seqmix::s4_step")
-def _fake_step(u, x, *args):
-    return u.new_empty(u.shape, dtype=args[-1]), x.new_empty(x.shape)
-
-
-@torch.library.register_fake("seqmix::gated_projection")
-def _fake_gated(y, gate_proj, gate_bias, out_proj, out_bias):
-    return y.new_empty(len(y), len(out_proj))
 
 
 # ---- contract -------------------------------------------------------------------------------------------------------

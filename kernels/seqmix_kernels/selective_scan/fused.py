@@ -12,7 +12,6 @@ keeps them small; every sum has a fixed order, so gradients are bitwise reproduc
 """
 
 import functools
-import os
 from typing import NamedTuple
 
 import torch
@@ -52,21 +51,6 @@ class Plan(NamedTuple):
     block: int = BLOCK
     backward_block: int = BLOCK
     ahead: bool | None = None
-
-
-def why_not(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> str | None:
-    """Why the kernels cannot run on these tensors; None if they can."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return None if x.device.type == "cpu" else "Triton's interpreter is on and x is not on the CPU"
-    if x.device.type != "cuda":
-        return f"it needs a CUDA device, x is on {x.device.type}"
-    if torch.version.cuda and torch.cuda.get_device_capability(x.device) < (8, 0):
-        return "it needs compute capability 8.0 or newer"
-    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"it takes float32, bfloat16 and float16, not {x.dtype}"
-    if A.shape[1] > 256:
-        return f"it takes up to 256 states per channel, not {A.shape[1]}"
-    return None
 
 
 def gluon_why_not(x: Tensor, groups: int) -> str | None:

@@ -15,7 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-IMPLS = ("auto", "reference", "fused")
+from ..frame import FUSES, Impl, Operator, refuse_twice
+
+OPERATOR = Operator(
+    __package__, Impl("reference"), Impl("fused", "cuda", "fused GPU kernels", plain_tensors=True), compiled=FUSES
+)
+IMPLS, which_impl = OPERATOR.names, OPERATOR.which_impl  # what decides the choice: h
 
 
 def swiglu(h: Tensor, impl: str = "auto") -> Tensor:
@@ -33,35 +38,12 @@ def swiglu(h: Tensor, impl: str = "auto") -> Tensor:
     """
     if h.dim() == 0 or h.shape[-1] % 2 or not h.is_floating_point():
         raise ValueError(f"h must be (..., 2H) and real; got shape {tuple(h.shape)}, {h.dtype}")
-    if impl == "auto":
-        impl, _ = which_impl(h)
-    elif impl not in IMPLS:
-        raise ValueError(f"impl must be one of {', '.join(IMPLS)}; got {impl!r}")
-    elif impl == "fused" and (reason := why_not(h)):
-        raise ValueError(f"impl='fused' cannot run here: {reason}")
-    return _SwiGLU.apply(h) if impl == "fused" else reference(h)
+    return _SwiGLU.apply(h) if OPERATOR.choose(impl, h) == "fused" else reference(h)
 
 
 def reference(h: Tensor) -> Tensor:
     gate, value = h.to(torch.promote_types(h.dtype, torch.float32)).chunk(2, dim=-1)
     return (F.silu(gate) * value).to(h.dtype)
-
-
-def which_impl(h: Tensor) -> tuple[str, str]:
-    """What "auto" selects for an h like this, and why: ("fused", "fused GPU kernels")."""
-    if torch.compiler.is_compiling():
-        return "reference", "torch.compile fuses it by itself"
-    reason = why_not(h)
-    return ("fused", "fused GPU kernels") if reason is None else ("reference", f"fused cannot run: {reason}")
-
-
-def why_not(h: Tensor) -> str | None:
-    """Why the kernels cannot run on an h like this; None if they can."""
-    try:
-        from .. import fused_rowwise  # imports Triton, which a machine without a GPU may lack
-    except ImportError as missing:
-        return f"Triton cannot be imported ({missing})"
-    return fused_rowwise.why_not(h)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -73,8 +55,8 @@ class _SwiGLU(torch.autograd.Function):
         return fused.forward(h)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, da):
         from . import fused
 
+        refuse_twice("swiglu")
         return fused.backward(da, *ctx.saved_tensors)

@@ -20,6 +20,7 @@ from seqmix.decode import in_precision
 from seqmix.memory import out_of_memory
 from seqmix.optim import make_optimizer
 from seqmix_kernels.attention import take_choices, tried_choices
+from seqmix_kernels.frame import CannotRun
 
 
 def serve(point: Point, known: Mapping, answer: Connection) -> None:
@@ -41,9 +42,9 @@ def attempt(point: Point) -> dict:
         return {"status": "ok", **numbers(point), "environment": measure.environment(torch.device(point.config["device"]))}
     except costs.WrongError as error:
         return {"status": "wrong", "error": _one_line(error)}
+    except CannotRun as error:
+        return {"status": "not here", "error": " ".join(str(error).split())[:300]}
     except Exception as error:
-        if "cannot run here" in str(error):  # what an op says of an implementation
-            return {"status": "not here", "error": " ".join(str(error).split())[:300]}
         if out_of_memory(error):
             return {"status": "oom", "error": _one_line(error)}
         where = traceback.extract_tb(error.__traceback__)[-1]

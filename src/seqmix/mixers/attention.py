@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqmix.mixers.base import Mixer, named
+from seqmix.mixers.base import Mixer
 from seqmix_kernels.attention import (
     IMPLS,
     alibi_slopes,
@@ -33,6 +33,7 @@ from seqmix_kernels.attention import (
     which_impl,
     why_not,
 )
+from seqmix_kernels.frame import named
 
 POSITIONS = ("rope", "none", "alibi", "hard_alibi")
 SCALINGS = ("linear", "ntk")

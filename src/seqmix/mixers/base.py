@@ -122,15 +122,6 @@ def in_pieces(layer: nn.RNNBase, x: Tensor, state: Tensor | tuple) -> tuple[Tens
     return torch.cat(outputs, dim=1), state
 
 
-def named(impl: str, auto: Callable, why_not: Callable, *like: object) -> str:
-    """`fused (asked for)`, or what "auto" takes and why: an operator's `which_impl` and `why_not`, asked about `like`."""
-    if impl == "auto":
-        return "{} ({})".format(*auto(*like))
-    if reason := why_not(impl, *like):
-        raise ValueError(f"impl={impl!r} cannot run here: {reason}")
-    return f"{impl} (asked for)"
-
-
 def is_plain(module: nn.Module) -> bool:
     """Whether reading its weight is all there is to calling it: an nn.Linear, not a subclass, that nothing watches."""
     own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from seqmix.mixers.base import Mixer, is_plain, named, no_weight_decay
+from seqmix.mixers.base import Mixer, is_plain, no_weight_decay
 from seqmix_kernels.causal_conv1d import causal_conv1d
+from seqmix_kernels.frame import named
 from seqmix_kernels.mamba_inner import LEVELS, mamba_inner, which_impls
 from seqmix_kernels.mamba_step import IMPLS as STEPS
 from seqmix_kernels.mamba_step import mamba_step, which_impl, why_not

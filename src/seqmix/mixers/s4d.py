@@ -20,10 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
-from seqmix.mixers.base import Mixer, is_plain, named, no_weight_decay
+from seqmix.mixers.base import Mixer, is_plain, no_weight_decay
 from seqmix_kernels.fft_conv import fft_conv
 from seqmix_kernels.fft_conv import which_impl as which_convolution
 from seqmix_kernels.fft_conv import why_not as why_not_convolution
+from seqmix_kernels.frame import named
 from seqmix_kernels.s4_kernel import IMPLS, discretize, power, s4d_kernel, s4d_layer_kernel, times
 from seqmix_kernels.s4_kernel import which_impl as which_kernel
 from seqmix_kernels.s4_kernel import why_not as why_not_kernel
