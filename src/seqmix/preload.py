@@ -10,7 +10,7 @@ import importlib
 import pkgutil
 
 # a kernel package's modules that import Triton, by their names
-LAUNCHING = ("fused", "fused_rotary", "fused_step", "gluon_kernels", "inner")
+LAUNCHING = ("fused", "fused_rotary", "fused_step", "gluon_backward", "gluon_forward", "inner")
 
 
 def load(*names: str, kernels: bool = True) -> None:

@@ -176,9 +176,9 @@ def main(arch, kind, which="all"):
 
     modules = [fused.tk]
     if kind == "gluon":
-        from seqmix_kernels.selective_scan import gluon_kernels
+        from seqmix_kernels.selective_scan import gluon_backward, gluon_forward
 
-        modules.append(gluon_kernels)
+        modules += gluon_forward, gluon_backward
     blocks = (64, 32) if kind == "gluon" else (None,)
     for (name, kwargs, *rest), block in itertools.product(CASES[kind], blocks):
         if which != "all" and name not in FIRST:

@@ -71,14 +71,14 @@ def in_torch(module, *names):
 
 @pytest.mark.parametrize("fine", [True, False])
 def test_zero_order_hold_near_and_far_from_zero(fine):
-    from seqmix_kernels.selective_scan import gluon_kernels, reference
+    from seqmix_kernels.selective_scan import gluon_helpers, reference
 
-    _, held, held_slope = in_torch(gluon_kernels, "series", "held", "held_slope")
+    _, held, held_slope = in_torch(gluon_helpers, "series", "held", "held_slope")
     r = torch.Generator().manual_seed(0)
     delta = torch.cat(
         [0.1 * torch.rand(3000, generator=r), 3 * torch.rand(1000, generator=r), torch.tensor([0.0, 1e-30, 1e-6])]
     )
-    A = torch.tensor([0.0, 1e-38, -1e-4, 0.5, *range(-16, 0)])[:, None] * gluon_kernels.LOG2E.value
+    A = torch.tensor([0.0, 1e-38, -1e-4, 0.5, *range(-16, 0)])[:, None] * gluon_helpers.LOG2E.value
     v = delta * A
     got, slope = held_slope(v, v.exp2(), delta, 1 / A, fine)
     assert torch.equal(got, held(v, v.exp2(), delta, 1 / A, fine))
@@ -86,7 +86,7 @@ def test_zero_order_hold_near_and_far_from_zero(fine):
     phi = reference.phi(u)
     dphi = torch.autograd.grad(phi.sum(), u)[0] * math.log(2)
     # 2^-24 of the exponential, against |u| / 1 and |u| / 2 where the series ends, and the series itself
-    near = (gluon_kernels.NEAR_FINE if fine else gluon_kernels.NEAR).value * math.log(2)
+    near = (gluon_helpers.NEAR_FINE if fine else gluon_helpers.NEAR).value * math.log(2)
     for ours, true, bound in ((got, phi, 2**-23 / near), (slope, delta * dphi, 2**-21 / near**2)):
         wanted = delta * true.detach()
         assert torch.all((ours - wanted).abs() <= bound * wanted.abs() + 1e-37)
@@ -122,7 +122,7 @@ def test_ctas_are_narrow_where_the_busiest_sm_then_has_fewer_warps(monkeypatch):
 @pytest.mark.parametrize("block", [32, 64])
 def test_shared_memory_has_no_bank_conflicts(block):
     """Eight lanes that move 16 bytes each, or sixteen with 8, touch every bank at most once."""
-    from seqmix_kernels.selective_scan import gluon_kernels as gk
+    from seqmix_kernels.selective_scan import gluon_helpers as gk
 
     def free(layout, lanes, size):
         """lanes: what each accesses first, coordinates without the rows of a tile; size in words."""

@@ -2,7 +2,7 @@
 
 There are two implementations of one design, with the same saved tensors, so either backward can follow either forward:
   triton_kernels   plain Triton, general, testable by Triton's interpreter
-  gluon_kernels    explicit layouts, tuned on Hopper, for nearly all cases; `gluon_why_not` says when it is not used,
+  gluon_*.py       explicit layouts, tuned on Hopper, for nearly all cases; `gluon_why_not` says when it is not used,
                    `padded_group` which channels are padded for it
 
 Saved for the backward, besides the inputs, are the states before every `chunk`-th step: 16-bit fixed point with one
@@ -351,7 +351,7 @@ class _Gluon:
     def forward(self, A, B, C, D, z, initial_state, states, y, gate, total=None) -> Tensor:
         """Fills y, the saved states and the gate, unless they are None. total: y of other states, to be added. Returns the
         final state."""
-        from . import gluon_kernels as gk
+        from . import gluon_forward as gk
 
         batch, length, width = self.shape
         x, z = self.x, self.z if z is not None else None
@@ -384,7 +384,7 @@ class _Gluon:
         """Fills dx, ddt, dB, dC and, if it is not None, dz. free: two tensors like x whose memory serves as scratch until
         dx and ddt are written there. totals: dx and ddt of other states, to be added. Returns the sums that `_gradients`
         finishes and the adjoint of the initial state."""
-        from . import gluon_kernels as gk
+        from . import gluon_backward as gk
 
         batch, length, width = self.shape
         x, n, groups = self.x, A.shape[1], B.shape[2]
@@ -425,7 +425,7 @@ class _Gluon:
 
     def _carry(self, x, A, B, z, ini, has_ini, reverse) -> None:
         """Fills ini (B, segments, N, D) with the state (reverse: the adjoint) that enters each segment."""
-        from . import gluon_kernels as gk
+        from . import gluon_forward as gk
 
         batch, length, width = self.shape
         dt, n, segments = self.dt, A.shape[1], self.segments
