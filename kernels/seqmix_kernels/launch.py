@@ -2,6 +2,8 @@
 reads, which takes 50 to 90 us with fifty arguments; here a call like an earlier one reuses that one's compiled kernel directly.
 """
 
+import functools
+
 import torch
 import triton
 from torch import Tensor
@@ -59,3 +61,9 @@ def watched() -> bool:
     enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
     # a chain of hooks, or one hook that replaced it
     return bool((enter is not None and getattr(enter, "calls", True)) or (leave is not None and getattr(leave, "calls", True)))
+
+
+@functools.cache
+def programmatic(device: torch.device) -> bool:
+    """Whether a kernel on `device` can start before the kernel it depends on has finished."""
+    return device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import launch
-from ..selective_scan.triton_kernels import sigmoid
+from ..triton_math import sigmoid
 
 BLOCK, LANE = 256, 2  # most channels per program, and channels per thread
 GROUP = 8  # rows loaded together, because no load is moved ahead of the stores of earlier rows

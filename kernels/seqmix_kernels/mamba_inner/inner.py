@@ -15,10 +15,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ..product import product
+from ..product import linear, product
 
 
 class Given(NamedTuple):
@@ -76,12 +75,12 @@ def operators(backend: str, discretization: str) -> Operators:
 
 def forward(g: Given, level: int, save: bool, run: Operators) -> tuple[Tensor, Tensor, Tensor, Saved]:
     """out (B, L, M), the two final states, and the tensors saved for the backward (empty without `save`)."""
-    xz = _linear(g.u, g.in_proj, g.in_bias)
+    xz = linear(g.u, g.in_proj, g.in_bias)
     x, conv_final = _conv(g, xz, run)
-    dbc = _linear(x, g.x_proj)
+    dbc = linear(x, g.x_proj)
     dt = _delta(g, dbc)
     y, final, boundary, gate = run.scan_forward(*_scanned(g, xz, x, dt, dbc), save=save and level < 2)
-    out = _linear(y, g.out_proj, g.out_bias)
+    out = linear(y, g.out_proj, g.out_bias)
     saved = Saved(xz, x, dt, dbc, y, boundary, gate)
     dropped = Saved._fields if level >= 2 or not save else ("x", "dt") if level >= 1 else ()
     return out, conv_final, final, saved._replace(**{name: out.new_empty(0) for name in dropped})
@@ -94,10 +93,10 @@ def backward(
     xz, x, dt, dbc, y, boundary, gate = saved
     width, rank = g.dt_proj.shape
     if level >= 2:
-        xz = _linear(g.u, g.in_proj, g.in_bias)
+        xz = linear(g.u, g.in_proj, g.in_bias)
     if level >= 1:
         x, _ = _conv(g, xz, run)
-        dbc = _linear(x, g.x_proj) if level >= 2 else dbc
+        dbc = linear(x, g.x_proj) if level >= 2 else dbc
         dt = _delta(g, dbc)
     inputs = _scanned(g, xz, x, dt, dbc)
     if level >= 2:
@@ -132,16 +131,12 @@ def backward(
     )  # fmt: skip
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-
-
 def _conv(g: Given, xz: Tensor, run: Operators) -> tuple[Tensor, Tensor]:
     return run.conv_forward(xz[..., : g.conv.shape[0]], g.conv, g.conv_bias, g.conv_state, g.seq_idx)
 
 
 def _delta(g: Given, dbc: Tensor) -> Tensor:
-    return _linear(dbc[..., : g.dt_proj.shape[1]], g.dt_proj)
+    return linear(dbc[..., : g.dt_proj.shape[1]], g.dt_proj)
 
 
 def _scanned(g: Given, xz: Tensor, x: Tensor, dt: Tensor, dbc: Tensor) -> tuple[Tensor | None, ...]:

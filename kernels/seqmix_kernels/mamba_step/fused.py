@@ -13,17 +13,15 @@ PDL: from compute capability 9.0 a kernel starts while the previous one finishes
 gdc_wait it reads only weights; every other load, and every store, comes after.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..launch import launch
-from ..selective_scan.triton_kernels import LOG2E, sigmoid, softplus, zoh
-from .reference import linear
+from ..launch import launch, programmatic
+from ..product import linear
+from ..triton_math import LOG2E, sigmoid, softplus, zoh
 
 FEW = 2  # most rows for which each program reads its part of W_in, or of W_out, for a single row
 ROWS = 16  # from this many rows on a program processes as many at once: it reads weights once and uses tensor cores
@@ -259,12 +257,6 @@ def step(
         options,
     )  # fmt: skip
     return out, new_conv, new_ssm
-
-
-@functools.cache
-def programmatic(device: torch.device) -> bool:
-    """Whether a kernel on `device` can start before the kernel it depends on has finished."""
-    return device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _rows(t: Tensor) -> Tensor:

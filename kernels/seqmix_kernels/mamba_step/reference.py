@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..product import linear
 from ..selective_scan.reference import phi
 
 
@@ -34,8 +35,3 @@ def reference(
     h = torch.exp(dt * A) * ssm_state + B_bar * x_wide[..., None]
     y = ((h * C[:, None]).sum(-1) + D * x_wide) * F.silu(z.to(wide))  # (B, E)
     return linear(y.to(x.dtype), out_proj, out_bias), window[:, 1:].to(conv_state.dtype), h
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear in x's dtype, whatever the weight's."""
-    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))

@@ -14,10 +14,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..launch import launch
-from ..mamba_step.fused import programmatic
-from ..mamba_step.reference import linear
-from ..selective_scan.triton_kernels import sigmoid
+from ..launch import launch, programmatic
+from ..product import linear
+from ..triton_math import sigmoid
 
 TILE, WARPS = 128, 2  # modes per program; more than its threads, so that no state is read again after it was written
 FEW, SOME = 4, 64  # most rows whose projections a program sums by itself; on tensor cores. With more: cuBLAS

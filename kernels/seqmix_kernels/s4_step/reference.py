@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..mamba_step.reference import linear
+from ..product import linear
 from ..s4_kernel import discretize, dplr_modes, expm1, increment, times
 
 
