@@ -1,5 +1,6 @@
 """The benchmark: what is asked for, a process a point and how each can end, where one model passes another, the report."""
 
+import inspect
 import itertools
 import json
 import os
@@ -19,8 +20,7 @@ from seqmix import figures
 from seqmix.bench import pool, results
 from seqmix.bench.__main__ import _unused, compose_bench, main, to_wandb, write
 from seqmix.bench.grid import Point, grid
-from seqmix.bench.kernels import cases, kernel_cost
-from seqmix.bench.ops import OPS, PEERS, SHAPES, Case
+from seqmix.bench.kernels import OPS, Case, cases, kernel_cost
 from seqmix.bench.point import attempt
 from seqmix.config import register_resolvers
 from seqmix_kernels.frame import CannotRun
@@ -328,34 +328,75 @@ def test_wandb_gets_every_row_and_a_line_a_measure(tmp_path, monkeypatch):
 
 
 def small(case: Case) -> Case:
-    return case._replace(length=min(case.length, 70), batch=2 if case.batch > 1 else 1, width=min(case.width, 64))
+    most = {"L": 70, "B": 2, "D": 64, "E": 64, "H": 64, "V": 64}
+    return case._replace(shape=" ".join((*(f"{k}{min(v, most.get(k, v))}" for k, v in case.sizes.items()), "float32")))
 
 
-@pytest.mark.parametrize("case", [small(case) for case in cases("cpu")], ids=lambda case: f"{case.op}-{case.impl}")
+def cases_here():
+    """Each implementation of each operator at its default shapes, and once each peer of plain torch and each variant."""
+    letters = {"B": 2, "L": 70, "D": 6, "E": 64, "H": 2, "K": 2, "M": 6, "N": 4, "P": 8, "V": 33, "W": 3}
+    found = [small(case) for case in cases("cpu")]
+    for name, op in OPS.items():
+        asked = [peer for peer in op.peers if op.peers[peer].package is None] if op.shapes else [*op.impls]
+        shape = " ".join((*(f"{k}{letters[k]}" for k in [*inspect.signature(op.inputs).parameters][2:]), "float32"))
+        found += [Case(name, impl, shape) for impl in asked if impl not in ("sdpa_cudnn", "flash_attn_4")]
+    return found
+
+
+@pytest.mark.parametrize("case", cases_here(), ids=lambda case: f"{case.op}-{case.impl}")
 def test_every_kernel_that_runs_here_is_checked_and_timed(case):
     try:
         numbers = kernel_cost(case, torch.device("cpu"), seconds=0.01)
     except CannotRun:
-        assert case.impl not in ("reference", "sequential", "torch", "math")
+        assert case.impl not in ("auto", "reference", "sequential", "torch", "math")
         return
     assert numbers["forward_ms"] > 0 and numbers["check_error"] < 1e-3
-    assert numbers["both_ms"] > 0 if "both_ms" in numbers else "no_backward" in numbers or case.op.endswith("_step")
+    _, twice = OPS[case.op].work(4, **case.sizes)
+    assert numbers["both_ms"] > 0 if "both_ms" in numbers else "no_backward" in numbers or twice is None
 
 
-def test_every_op_has_shapes_on_both_devices():
+def test_every_operator_declares_what_is_measured_on_both_devices():
     folders = {path.parent.name for path in (CONF.parent / "kernels/seqmix_kernels").glob("*/op.py")}
-    # a block whose parts are measured; two ops in one folder, thrice
-    ops = folders - {"mamba_inner", "s4_kernel"} | {"s4d_kernel", "dplr_kernel", "s4d_step", "linear_cross_entropy"}
-    assert ops == OPS.keys() == SHAPES["cpu"].keys() == SHAPES["cuda"].keys()
+    declared = {op.inputs.__module__.split(".")[-2] for op in OPS.values() if op.shapes.keys() == {"cpu", "cuda"}}
+    assert declared == folders
+    assert all(not op.shapes or op.shapes.keys() == {"cpu", "cuda"} for op in OPS.values())
+
+
+def test_a_shape_is_measured_by_the_operators_that_have_its_letters():
+    shape = "B1 L9 D6 N4 bfloat16"
+    found = cases("cpu", impls=["fused", "naive", "torch"], shapes=[shape, "B3 L9 D6 W2 float32"])
+    assert found == [
+        *(Case("causal_conv1d", impl, "B3 L9 D6 W2 float32") for impl in ("fused", "torch")),
+        *(Case("selective_scan", impl, shape) for impl in ("fused", "naive")),
+    ]
+    (first, *_) = points_of("parts=[kernels]", "kernels.ops=[selective_scan_zoh]", f"kernels.shapes=[{shape}]")
+    assert (first.model, first.size, first.length, first.batch) == ("selective_scan_zoh", "sequential", 9, 1)
+    assert (first.config["case"][2], len(cases("cpu", ["attention"], None, ["B1 L9 H4 K2 P8 float32"]))) == (shape, 6)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"ops": ["scan"]}, "got 'scan'"),
+        ({"ops": ["attention_window"]}, "attention_window has no default shapes: .* B, L, H, P, K .optional."),
+        ({"impls": ["fussed"]}, "got 'fussed'"),
+        ({"impls": ["mamba_ssm"]}, "needs the package mamba_ssm"),
+        ({"shapes": ["B8 L2048"]}, "got 'B8 L2048'"),
+        ({"shapes": ["B8 X2 float32"]}, "'B8 X2 float32' fits none"),
+    ],
+)
+def test_what_no_kernel_has_is_refused(asked, words):
+    with pytest.raises(ValueError, match=words):
+        cases("cpu", **asked)
 
 
 def test_floors_count_each_tensor_once():
     """Of B8 L2048 D3072 N16: four wide bf16 tensors, B and C; one exponential a state and step (baselines.md's floors)."""
-    once, twice = OPS["selective_scan"].work(Case("selective_scan", "fused", 2048, 8, 3072, 16, "bfloat16"), 2)
+    once, twice = OPS["selective_scan"].work(2, B=8, L=2048, D=3072, N=16)
     wide, narrow = 8 * 2048 * 3072 * 2, 8 * 2048 * 16 * 2
     assert once.bytes == 4 * wide + 2 * narrow and once.specials == 8 * 2048 * 3072 * 16
     assert twice.bytes == 11 * wide + 6 * narrow and twice.specials == 2 * once.specials
-    attention, _ = OPS["attention"].work(Case("attention", "math", 2048, 8, 24, 64, "bfloat16"), 2)
+    attention, _ = OPS["attention"].work(2, B=8, L=2048, H=24, P=64)
     assert attention.flops == 4 * 8 * 24 * 64 * 2048**2 / 2
 
 
@@ -364,8 +405,11 @@ def test_the_models_of_the_grids_exist():
         assert set(compose_bench([f"bench={device}"], CONF).models) <= set(names("model"))
 
 
-@pytest.mark.parametrize("op, width, inner", [("selective_scan", 6, 4), ("causal_conv1d", 6, 3)])
-def test_peers_are_timed_in_their_own_layout(op, width, inner, monkeypatch):
+@pytest.mark.parametrize(
+    "op, peer, shape",
+    [("selective_scan", "mamba_ssm", "B2 L9 D6 N4 float32"), ("causal_conv1d", "causal_conv1d", "B2 L9 D6 W3 float32")],
+)
+def test_peers_are_timed_in_their_own_layout(op, peer, shape, monkeypatch):
     """Tensors of another's layout, which are made once; what comes out is compared as ours is."""
     from seqmix_kernels.causal_conv1d import causal_conv1d
     from seqmix_kernels.selective_scan import selective_scan
@@ -374,14 +418,14 @@ def test_peers_are_timed_in_their_own_layout(op, width, inner, monkeypatch):
 
     def selective_scan_fn(x, dt, A, B, C, D, z, bias, delta_softplus):
         seen.append(x.data_ptr())
-        assert x.shape == (2, width, 9) and x.is_contiguous() and B.shape == (2, 1, inner, 9) and delta_softplus
+        assert x.shape == (2, 6, 9) and x.is_contiguous() and B.shape == (2, 1, 4, 9) and delta_softplus
         x, dt, z = (t.transpose(1, 2) for t in (x, dt, z))
         B, C = (t.permute(0, 3, 1, 2) for t in (B, C))
         return selective_scan(x, dt, A, B, C, D, z, bias, impl="sequential")[0].transpose(1, 2)
 
     def causal_conv1d_fn(x, weight, bias, activation):
         seen.append(x.data_ptr())
-        assert x.shape == (2, width, 9) and x.is_contiguous() and activation == "silu"
+        assert x.shape == (2, 6, 9) and x.is_contiguous() and activation == "silu"
         return causal_conv1d(x.transpose(1, 2), weight, bias, activation, impl="reference")[0].transpose(1, 2)
 
     theirs = {
@@ -394,7 +438,7 @@ def test_peers_are_timed_in_their_own_layout(op, width, inner, monkeypatch):
         module = ModuleType(name)
         vars(module).update(contents)
         monkeypatch.setitem(sys.modules, name, module)
-    numbers = kernel_cost(Case(op, PEERS[op], 9, 2, width, inner, "float32"), torch.device("cpu"), seconds=0.01)
+    numbers = kernel_cost(Case(op, peer, shape), torch.device("cpu"), seconds=0.01)
     assert numbers["check_error"] < 1e-6 and numbers["both_ms"] > 0
     assert len(seen) > 4 and len(set(seen)) == 1, "leaves share the memory of what was turned once"
 

@@ -49,11 +49,13 @@ ARROWS = {
         "seqmix.sweep.names",
     ),
     "src/seqmix/sweep": (
+        "seqmix.build",
         "seqmix.display",
         "seqmix.folders",
         "seqmix.fork_server",
         "seqmix.identity",
         "seqmix.preload",
+        "seqmix.signatures",
         "seqmix.sweep",
         "seqmix.tracking",
     ),
@@ -76,8 +78,7 @@ ARROWS = {
     "src/seqmix/state.py": ("seqmix.mixers.base",),
     "src/seqmix/decode.py": ("seqmix.mixers.base", "seqmix.state"),
     "src/seqmix/costs.py": ("seqmix.decode", "seqmix.measure", "seqmix.memory", "seqmix.mixers.base", "seqmix.state"),
-    "src/seqmix/bench/kernels.py": ("seqmix.bench.ops", "seqmix.costs", "seqmix.measure", "seqmix.memory"),
-    "src/seqmix/bench/ops.py": ("seqmix_kernels",),
+    "src/seqmix/bench/kernels.py": ("seqmix.costs", "seqmix.measure", "seqmix.memory", "seqmix_kernels.benchmark"),
     "src/seqmix/bench": (
         "seqmix.bench",
         "seqmix.build",
@@ -86,6 +87,7 @@ ARROWS = {
         "seqmix.costs",
         "seqmix.decode",
         "seqmix.display",
+        "seqmix.figures",
         "seqmix.folders",
         "seqmix.fork_server",
         "seqmix.measure",
@@ -100,7 +102,8 @@ ARROWS = {
     "src/seqmix/tracking.py": (),
     "src/seqmix/startup.py": (),
     "src/seqmix/quick_lightning.py": ("seqmix.startup",),
-    "src/seqmix/report": ("seqmix.display", "seqmix.folders", "seqmix.identity", "seqmix.report"),
+    "src/seqmix/figures.py": (),
+    "src/seqmix/report": ("seqmix.display", "seqmix.figures", "seqmix.folders", "seqmix.identity", "seqmix.report"),
     "src/seqmix/__init__.py": (),
 }
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("src/**/*.py"), *ROOT.glob("kernels/**/*.py")])

@@ -9,9 +9,9 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
+from scan_errors import errors, inputs
 
 from seqmix_kernels.selective_scan import fused
-from seqmix_kernels.selective_scan.bench_gpu import errors, inputs
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 SEQ = torch.tensor([[0] * 5 + [1] + [2] * 14, [3] * 20])

@@ -11,7 +11,15 @@ from seqmix.decode import in_precision
 from seqmix.mixers.attention import Attention
 from seqmix.model import SequenceModel
 from seqmix.state import tensors
-from seqmix_kernels.attention import IMPLS, attention, attention_step, case_of, rotate_queries_and_keys, which_impl
+from seqmix_kernels.attention import (
+    IMPLS,
+    alibi_slopes,
+    attention,
+    attention_step,
+    case_of,
+    rotate_queries_and_keys,
+    which_impl,
+)
 from seqmix_kernels.frame import CannotRun
 
 pytestmark = [
@@ -33,19 +41,76 @@ STEPS = (
 )
 
 
-def cases():
-    if not torch.cuda.is_available():  # the bench imports Triton
-        return []
-    from seqmix_kernels.attention.bench import CHECKS
+# title, (B, L, S, H, H_kv, P), dtype, further arguments of attention
+bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+CHECKS = (
+    ("dense", (2, 333, 333, 4, 4, 64), bf16, {}),
+    ("dense", (2, 128, 128, 4, 4, 128), fp16, {}),
+    ("dense", (2, 333, 333, 4, 4, 64), fp32, {}),
+    ("a cache before the queries", (2, 77, 500, 4, 4, 64), bf16, {}),
+    ("one query", (2, 1, 500, 4, 2, 64), bf16, {}),
+    ("shared heads", (2, 200, 200, 8, 2, 64), bf16, {}),
+    ("window", (2, 333, 333, 4, 4, 64), bf16, {"window": 50}),
+    ("windows that differ, shared heads", (2, 333, 400, 4, 2, 64), bf16, {"window": (3, None, 1, None)}),
+    ("documents", (2, 333, 333, 4, 2, 64), bf16, {"seq_idx": (100, 101, 290)}),
+    ("documents, window", (2, 333, 333, 4, 4, 64), bf16, {"seq_idx": (100, 101, 290), "window": 20}),
+    ("ALiBi", (1, 1500, 1500, 8, 8, 64), bf16, {"slopes": alibi_slopes(8)}),
+    ("ALiBi, 6 heads of 40", (1, 333, 700, 6, 3, 40), fp16, {"slopes": alibi_slopes(6)}),
+    ("ALiBi", (1, 333, 333, 8, 8, 64), fp32, {"slopes": alibi_slopes(8)}),
+    ("head of 20", (2, 100, 100, 2, 2, 20), bf16, {}),
+    ("head of 1", (2, 100, 100, 2, 2, 1), bf16, {}),
+    ("head of 48", (2, 200, 200, 2, 2, 48), bf16, {}),
+    ("head of 80", (2, 200, 200, 4, 2, 80), bf16, {}),
+    ("head of 160", (2, 200, 200, 2, 2, 160), bf16, {}),
+    ("head of 192", (2, 200, 200, 2, 2, 192), bf16, {}),
+    ("head of 200", (2, 200, 200, 2, 2, 200), bf16, {}),
+    ("head of 256", (1, 200, 200, 2, 2, 256), bf16, {}),
+    ("head of 257", (1, 100, 100, 1, 1, 257), bf16, {}),
+    ("one token", (3, 1, 1, 2, 2, 64), bf16, {}),
+    ("lengths", (3, 5, 512, 4, 2, 64), bf16, {"lengths": (300, 5, 0)}),
+    ("lengths, one query", (3, 1, 512, 4, 2, 64), bf16, {"lengths": (512, 5, 1)}),
+    ("lengths, one query, window", (2, 1, 512, 4, 4, 64), bf16, {"lengths": (300, 5), "window": 9}),
+    ("lengths, one query, ALiBi", (2, 1, 512, 4, 4, 64), bf16, {"lengths": (300, 5), "slopes": alibi_slopes(4)}),
+)
 
-    return CHECKS
+
+def errors(impl, sizes, dtype, told, seed=0):
+    """||got - true|| / ||true|| of y, dq, dk, dv, where true is the equation in float64. q, k, v are views of one projection,
+    and the last axis of y's gradient is not contiguous."""
+    B, L, S, H, H_kv, P = sizes
+    torch.manual_seed(seed)
+    told = dict(told)
+    if "lengths" in told:
+        told["lengths"] = torch.tensor(told["lengths"], dtype=torch.int32, device="cuda")
+    if "seq_idx" in told:  # where documents start, in the first row; the second row is one document
+        starts = torch.zeros(B, L, dtype=torch.long, device="cuda")
+        starts[0, list(told["seq_idx"])] = 1
+        told["seq_idx"] = starts.cumsum(1)
+    fused = torch.randn(B, S, H + 2 * H_kv, P, device="cuda", dtype=dtype)
+    dy = torch.randn(B, L, P, H, device="cuda", dtype=dtype).transpose(2, 3)
+
+    def run(fused, dy, impl):
+        q, k, v = fused.split((H, H_kv, H_kv), dim=2)
+        leaf = [t.detach().requires_grad_(impl != "fa4" or "lengths" not in told) for t in (q[:, S - L :], k, v)]
+        y = attention(*leaf, **told, impl=impl)
+        grads = torch.autograd.grad(y, leaf, dy) if y.requires_grad else ()
+        return [y.detach(), *grads]
+
+    want = run(fused.double(), dy.double(), "math")
+    got = run(fused, dy, impl)
+    pairs = zip(("y", "dq", "dk", "dv"), got, want, strict=False)
+    least = 1e-2 * dy.double().norm()  # with one key the weight is 1, and dq and dk are 0
+    return {name: ((a.double() - b).norm() / b.norm().maximum(least)).item() for name, a, b in pairs}
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: f"{case[0]} {str(case[2])[6:]}")
+def budget(dtype) -> float:
+    """Four rounding units; in float32 also the rounding of a bias of several hundred added to scores of size 1."""
+    return max(4 * torch.finfo(dtype).eps, 5e-6)
+
+
+@pytest.mark.parametrize("case", CHECKS, ids=lambda case: f"{case[0]} {str(case[2])[6:]}")
 @pytest.mark.parametrize("impl", IMPLS)
 def test_every_implementation_is_the_equation(case, impl):
-    from seqmix_kernels.attention.bench import budget, errors
-
     _, sizes, dtype, told = case
     try:
         found = errors(impl, sizes, dtype, told)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from seqmix_kernels.cross_entropy import cross_entropy, linear_cross_entropy, which_impl
-from seqmix_kernels.cross_entropy.bench import inputs, peak_mib
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,6 +16,23 @@ pytestmark = [
 ]
 
 SHAPES = [(4096, 50277, 768), (262144, 16, 64), (2048, 256, 128)]  # T, V, D
+
+
+def inputs(tokens, classes, width, dtype, scored=1.0):
+    """x, weight, and targets, of which a fraction of about `scored` is scored."""
+    g = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(tokens, width, generator=g, device="cuda").to(dtype).requires_grad_()
+    weight = (torch.randn(classes, width, generator=g, device="cuda") * width**-0.5).requires_grad_()
+    targets = torch.randint(classes, (tokens,), generator=g, device="cuda")
+    return x, weight, targets.where(torch.rand(tokens, generator=g, device="cuda") < scored, -100)
+
+
+def peak_mib(call):
+    call()  # the workspaces of libraries are not counted
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    return (torch.cuda.max_memory_allocated() - held) / 2**20
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from seqmix_kernels.embedding import embedding, which_impl
-from seqmix_kernels.embedding.bench import launches, tokens_of
+from seqmix_kernels.embedding.bench import tokens_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -72,6 +74,16 @@ def test_keys_of_32_bits(real, monkeypatch):
     monkeypatch.setattr(fused, "key_type", fused.key_type)  # put back at the end
     for row in real.wide_keys("cuda"):
         within(row)
+
+
+def launches(call):
+    """How many kernels, copies and fills a call launches."""
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
+        call()
+        torch.cuda.synchronize()
+    return sum(event.device_type == DeviceType.CUDA for event in seen.events())
 
 
 def step_of(shape):

@@ -3,14 +3,40 @@
 import pytest
 import torch
 
-from seqmix_kernels.mamba_inner import LEVELS, mamba_inner, saved_bytes
-from seqmix_kernels.mamba_inner.bench import inputs, memory
+from seqmix_kernels.mamba_inner import LEVELS, bench, mamba_inner, saved_bytes
 from seqmix_kernels.mamba_inner.inner import Given
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
+
+
+def inputs(B, L, M, dtype):
+    """The tensors of a call in training under autocast, by name."""
+    g = torch.Generator("cuda").manual_seed(0)
+    made = bench.inputs(lambda *shape: torch.randn(*shape, generator=g, device="cuda"), dtype, B, L, M)
+    return {name: t.requires_grad_() for name, t in zip(bench.NAMES, made, strict=True)}
+
+
+def memory(run, leaves: dict) -> tuple[int, int]:
+    """Bytes requested of the allocator and held between forward and backward, without the output, and the peak above the
+    inputs, gradients included."""
+
+    def asked() -> int:
+        return torch.cuda.memory_stats()["requested_bytes.all.current"]  # before the allocator rounds up
+
+    def both(after_forward=lambda: None):
+        y = run(**leaves)
+        after_forward()
+        torch.autograd.grad(y, list(leaves.values()), torch.ones_like(y))
+        return y.numel() * y.element_size()
+
+    both()  # the workspaces of libraries are not counted
+    before, held, seen = torch.cuda.memory_allocated(), asked(), []
+    torch.cuda.reset_peak_memory_stats()
+    output = both(lambda: seen.append(asked() - held))
+    return seen[0] - output, torch.cuda.max_memory_allocated() - before
 
 
 def run(tensors, dtype, **kwargs):

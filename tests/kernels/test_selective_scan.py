@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from seqmix_kernels import c_library, frame
-from seqmix_kernels.selective_scan import bench, selective_scan, which_impl
+from seqmix_kernels.selective_scan import selective_scan, which_impl
 
 TORCH = ("sequential", "blelloch", "kogge_stone", "chunked")
 ALL = (*TORCH, "cpu")
@@ -611,34 +611,3 @@ def test_bad_input_is_named(change, words):
 def test_double_has_no_kernel():
     with pytest.raises(ValueError, match="float64"):
         run(make(1, 4, 3, 2), torch.float64, impl="cpu")
-
-
-# ---- what the benchmark compares with -------------------------------------------------------------------------------
-
-
-def test_the_loops_of_the_benchmark_compute_the_same():
-    leaves = bench.inputs(2, 9, 5, 3, torch.float32, "cpu")
-    wanted, _ = selective_scan(*leaves, dt_softplus=False, impl="sequential")
-    for loop in bench.LOOPS.values():
-        torch.testing.assert_close(loop(*leaves), wanted)
-
-
-def test_the_benchmark_measures():
-    found = bench.measure("cpu", [2, 9, 5, 3], torch.float32, "cpu", 0.0)
-    assert found["calls"] == 3 and found["fwd_bwd_ms"] > 0 and found["inference_ms"] > 0
-
-
-def test_counted_bytes_go_to_their_case():
-    pytest.importorskip("triton")
-    from seqmix_kernels.selective_scan import traffic_gpu
-
-    kernels = (traffic_gpu.BETWEEN + "(long)", "first", "second", traffic_gpu.BETWEEN + "(long)", "third")
-    rows = [
-        {"ID": str(i), "Kernel Name": name, "Metric Name": metric, "Metric Value": value}
-        for i, name in enumerate(kernels)
-        for metric, value in zip(traffic_gpu.METRICS, ("1,000", "20"), strict=True)
-    ]
-    assert traffic_gpu.split(rows) == [
-        {"kernels": 2, "read_bytes": 2000.0, "written_bytes": 40.0},
-        {"kernels": 1, "read_bytes": 1000.0, "written_bytes": 20.0},
-    ]

@@ -150,14 +150,16 @@ def test_shared_memory_has_no_bank_conflicts(block):
 
 @pytest.mark.parametrize(("groups", "channels", "wide"), [(1, 5, 6), (3, 5, 8)])
 def test_padded_channels_change_nothing(groups, channels, wide):
-    from seqmix_kernels.selective_scan import bench_gpu, fused, reference
+    import scan_errors
+
+    from seqmix_kernels.selective_scan import fused, reference
 
     pad = fused._Pad(groups, channels, wide)
-    args = [t.double() for t in bench_gpu.inputs(2, 9, groups * channels, 3, groups, torch.float32, device="cpu")]
+    args = [t.double() for t in scan_errors.inputs(2, 9, groups * channels, 3, groups, torch.float32, device="cpu")]
     dy, dfinal = args[0].flip(1), args[8].flip(2)
 
     def run(args, dy, dfinal):
-        return bench_gpu.gradients(args, lambda t: reference.sequential(*t[:8], True, "zoh", t[8]), dy, dfinal)
+        return scan_errors.gradients(args, lambda t: reference.sequential(*t[:8], True, "zoh", t[8]), dy, dfinal)
 
     x, dt, A, B, C, D, z, bias, state = args
     padded = [pad(x), pad(dt), pad(A, -2), B, C, pad(D), pad(z, value=1.0), pad(bias), pad(state, -2)]
@@ -200,11 +202,13 @@ def test_kernels_compile_for_ampere_and_blackwell(script, kind, allowed):
 def scan():
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    from seqmix_kernels.selective_scan import bench_gpu, fused
+    import scan_errors
+
+    from seqmix_kernels.selective_scan import fused
 
     kept = fused.SMS
     torch.use_deterministic_algorithms(True)  # torch.empty is filled with NaN: what is not written shows
-    yield bench_gpu, fused
+    yield scan_errors, fused
     torch.use_deterministic_algorithms(False)
     fused.SMS = kept
 

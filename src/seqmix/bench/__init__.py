@@ -2,8 +2,7 @@
 
 grid.py        config -> Points, each a model or a kernel at one shape
 point.py       one Point -> numbers, in a process of its own            over seqmix.costs
-kernels.py     every implementation of every op, timed beside its floors
-ops.py         of each op: shapes, inputs, a call, its reference, the work to be done
+kernels.py     every implementation of every operator that seqmix_kernels declares (benchmark.py), timed beside its floors
 pool.py        Points -> rows, one process at a time; how each ended
 results.py     rows -> table, and where one model passes another
 figures.py     curves -> SVG

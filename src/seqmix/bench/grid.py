@@ -19,6 +19,8 @@ TYPES = {
     "seconds": float,
     "capacity.limit_gib": float,
     "kernels.ops": list[str] | None,
+    "kernels.impls": list[str] | None,
+    "kernels.shapes": list[str] | None,
     "out": str | None,
     "redraw": str | None,
 }
@@ -72,8 +74,9 @@ def grid(cfg: DictConfig, conf: Path) -> list[Point]:
         if part == "kernels":
             from seqmix.bench.kernels import cases
 
-            of_ops = cases(cfg.device, cfg.kernels.ops)
-            points += [Point(part, *case[:4], shared | {"case": list(case)}) for case in of_ops]
+            for case in cases(cfg.device, **cfg.kernels):
+                length, batch = (case.sizes.get(letter, 1) for letter in "LB")
+                points.append(Point(part, case.op, case.impl, length, batch, shared | {"case": list(case)}))
             continue
         for (model, size), built in models.items():
             config = shared | {"model": built} | OmegaConf.to_container(cfg[part])
