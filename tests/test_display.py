@@ -138,7 +138,7 @@ def test_an_error_with_control_codes_or_markup_does_not_break_the_table_of_a_swe
 
     typed, error = "task.source=[/x]\x1b[2J", "\x1b[31mno [/y]"
     jobs = [Job(n, str(n), str(tmp_path / str(n)), [f"{typed}{n}"], "failed", error) for n in (0, 1)]
-    with table.Live(tmp_path / "[/z]", jobs, 1) as live:
+    with table.Live(tmp_path / "[/z]", jobs, 1, {"0": -1, "1": -1}) as live:
         live.ended(Job(0, "0", jobs[0].folder, jobs[0].overrides, "failed", jobs[0].error, seconds=1.0))
     table.show(tmp_path / "[/z]", jobs)
     shown = capsys.readouterr().err

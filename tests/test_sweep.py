@@ -424,7 +424,7 @@ def test_any_folder_can_be_handed_to_a_job(folder):
 def test_the_table_in_a_terminal_and_after(tmp_path, monkeypatch, capsys):
     jobs = [Job(n, str(n), str(tmp_path / str(n)), [f"seed={n}", "model=lstm"]) for n in range(3)]
     live = table.Live(tmp_path, jobs, 1, {"0": 9, "1": 9, "2": -1}, " under MPS")
-    live.console = Console(force_terminal=True, width=120, record=True)
+    live.console = Console(force_terminal=True, width=400, record=True)
     with live:
         jobs[0].status, jobs[0].seconds = "complete", 2.0
         live.ended(jobs[0])
