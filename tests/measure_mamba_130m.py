@@ -22,7 +22,7 @@ from seqmix.measure import environment
 from seqmix.mixers.mamba import Mamba
 from seqmix.model import SequenceModel
 from seqmix.state import state_bytes
-from seqmix_kernels.cross_entropy import cross_entropy
+from seqmix_kernels.ops.cross_entropy import cross_entropy
 
 SIZES = dict(vocab_size=50277, d_model=768, n_layer=24)
 
@@ -143,7 +143,7 @@ if __name__ == "__main__":
     parser.add_argument("--levels", default="0,1,2")
     parser.add_argument("--count", type=int, default=10, help="steps timed")
     parser.add_argument("--ways", default="eager,graph", help="eager, compiled, graph: the whole step as one CUDA graph")
-    parser.add_argument("--loss", default="reference", help="reference: torch's; fused: seqmix_kernels.cross_entropy")
+    parser.add_argument("--loss", default="reference", help="reference: torch's; fused: seqmix_kernels.ops.cross_entropy")
     parser.add_argument("--vocab", type=int, default=SIZES["vocab_size"])
     parser.add_argument("--batches", default="1,64")
     parser.add_argument("--prompt", type=int, default=2048)

@@ -3,7 +3,7 @@ them does (layouts, windows, documents, autograd, fake kernels) is the same with
 
 import torch
 
-from seqmix_kernels.attention.reference import positions, visible
+from seqmix_kernels.ops.attention.reference import positions, visible
 
 
 def _weights(q, k, scale, left, offsets, used):

@@ -18,7 +18,7 @@ from seqmix.channel_mixers import SwiGLU
 from seqmix.mixers.attention import Attention, AttentionState
 from seqmix.model import SequenceModel
 from seqmix.state import state_bytes, tensors
-from seqmix_kernels.attention import alibi_slopes, rotary_phases, rotate
+from seqmix_kernels.ops.attention import alibi_slopes, rotary_phases, rotate
 
 D, V = 24, 11
 EXACT = dict(rtol=0, atol=1e-12)

@@ -176,7 +176,7 @@ def test_what_processes_share_is_there_and_no_gpu_is_touched_for_it():
     )
     loaded = {*subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()}
     root = CONF.parent
-    wanted = [*root.glob("src/seqmix/mixers/*.py"), *root.glob("kernels/seqmix_kernels/*/fused*.py")]
+    wanted = [*root.glob("src/seqmix/mixers/*.py"), *root.glob("kernels/seqmix_kernels/ops/*/fused*.py")]
     wanted = [".".join(path.relative_to(root).with_suffix("").parts[1:]).removesuffix(".__init__") for path in wanted]
     assert len(wanted) > 12 and loaded.issuperset(wanted), {*wanted} - loaded
 
@@ -356,7 +356,7 @@ def test_every_kernel_that_runs_here_is_checked_and_timed(case):
 
 
 def test_every_operator_declares_what_is_measured_on_both_devices():
-    folders = {path.parent.name for path in (CONF.parent / "kernels/seqmix_kernels").glob("*/op.py")}
+    folders = {path.parent.name for path in (CONF.parent / "kernels/seqmix_kernels/ops").glob("*/op.py")}
     declared = {op.inputs.__module__.split(".")[-2] for op in OPS.values() if op.shapes.keys() == {"cpu", "cuda"}}
     assert declared == folders
     assert all(not op.shapes or op.shapes.keys() == {"cpu", "cuda"} for op in OPS.values())
@@ -411,8 +411,8 @@ def test_the_models_of_the_grids_exist():
 )
 def test_peers_are_timed_in_their_own_layout(op, peer, shape, monkeypatch):
     """Tensors of another's layout, which are made once; what comes out is compared as ours is."""
-    from seqmix_kernels.causal_conv1d import causal_conv1d
-    from seqmix_kernels.selective_scan import selective_scan
+    from seqmix_kernels.ops.causal_conv1d import causal_conv1d
+    from seqmix_kernels.ops.selective_scan import selective_scan
 
     seen = []
 

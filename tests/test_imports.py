@@ -96,7 +96,7 @@ ARROWS = {
         "seqmix.preload",
         "seqmix.quick_lightning",
         "seqmix.tracking",
-        "seqmix_kernels.attention",
+        "seqmix_kernels.ops.attention",
         "seqmix_kernels.frame",  # its choices, which one point hands on to the next
     ),
     "src/seqmix/tracking.py": (),

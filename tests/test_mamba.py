@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from seqmix.mixers.mamba import Mamba
-from seqmix_kernels.mamba_inner import LEVELS
-from seqmix_kernels.selective_scan.op import why_not
+from seqmix_kernels.ops.mamba_inner import LEVELS
+from seqmix_kernels.ops.selective_scan.op import why_not
 
 D = 24
 needs_compiler = pytest.mark.skipif(why_not("cpu", torch.zeros(1)) is not None, reason="no C compiler")

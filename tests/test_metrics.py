@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from seqmix.metrics import IGNORE, ScoredTokens
-from seqmix_kernels.cross_entropy import cross_entropy
+from seqmix_kernels.ops.cross_entropy import cross_entropy
 
 
 def scored(logits, targets):

@@ -18,7 +18,7 @@ from seqmix.mixers.rnn import RNN
 from seqmix.mixers.s4d import StateSpace
 from seqmix.state import state_bytes
 from seqmix_kernels.frame import CannotRun
-from seqmix_kernels.selective_scan import IMPLS, cpu
+from seqmix_kernels.ops.selective_scan import IMPLS, cpu
 
 needs_compiler = pytest.mark.skipif(cpu.why_not() is not None, reason=f"no C kernel here: {cpu.why_not()}")
 ROOT = Path(__file__).parents[1]

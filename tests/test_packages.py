@@ -1,5 +1,6 @@
 """The two distributions: seqmix, which holds the kernels, and seqmix-kernels, which is the kernels alone."""
 
+import importlib
 import re
 import subprocess
 import sys
@@ -65,4 +66,15 @@ def test_the_example_of_the_kernels_readme_runs_with_the_kernels_wheel_and_impor
     )
     done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [str(tmp_path / "site/seqmix_kernels/selective_scan/op.py"), "False"]
+    assert done.stdout.split() == [str(tmp_path / "site/seqmix_kernels/ops/selective_scan/op.py"), "False"]
+
+
+def test_every_public_operator_is_exported_by_the_package():
+    source = (KERNELS / "seqmix_kernels/__init__.py").read_text()
+    typed = re.findall(r"^    from \.ops\.(\w+) import (\w+) as \2$", source, re.MULTILINE)
+    assert {name: folder for folder, name in typed} == seqmix_kernels.FOLDERS
+    for name, folder in seqmix_kernels.FOLDERS.items():
+        function, module = getattr(seqmix_kernels, name), importlib.import_module(f"seqmix_kernels.ops.{folder}")
+        assert function is getattr(module, name) and name in dir(seqmix_kernels) and function.__doc__
+    with pytest.raises(AttributeError, match="has no attribute 'scan'"):
+        seqmix_kernels.scan  # noqa: B018

@@ -20,8 +20,8 @@ from seqmix.mixers.s4d import S4D
 from seqmix.model import SequenceModel
 from seqmix.optim import param_groups
 from seqmix.state import held_bytes, state_bytes
-from seqmix_kernels.s4_kernel import dense, real
-from seqmix_kernels.s4_step.reference import advance, discrete
+from seqmix_kernels.ops.s4_kernel import dense, real
+from seqmix_kernels.ops.s4_step.reference import advance, discrete
 
 D = 24
 EXACT = dict(rtol=0, atol=1e-12)  # float64, outputs of size 1: rounding is 2e-16 an operation

@@ -4,7 +4,6 @@ A declaration imports torch and its operator, but neither Triton nor seqmix.
 """
 
 import importlib
-import pkgutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -58,9 +57,8 @@ PIECE = 64
 
 
 def operators() -> dict[str, Op]:
-    """The OPS of every folder here that has a bench.py."""
+    """The OPS of every operator that has a bench.py."""
     found = {}
-    for folder in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        if folder.ispkg and (Path(__file__).parent / folder.name / "bench.py").is_file():
-            found |= importlib.import_module(f".{folder.name}.bench", __package__).OPS
+    for folder in sorted((Path(__file__).parent / "ops").glob("*/bench.py")):
+        found |= importlib.import_module(f".ops.{folder.parent.name}.bench", __package__).OPS
     return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqmix_kernels.swiglu import swiglu
+from seqmix_kernels.ops.swiglu import swiglu
 
 
 class SwiGLU(nn.Module):

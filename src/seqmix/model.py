@@ -5,8 +5,8 @@
     x = x + channel_mixer(norm(x))              across channels, if the block has a channel mixer
     logits = norm(x) Eᵀ                         (B, L, V)
 
-An addition and the norm after it are one fused operator (seqmix_kernels/add_rms_norm). So blocks pass on two tensors: x, and
-a y that is still to be added to it.
+An addition and the norm after it are one fused operator (seqmix_kernels/ops/add_rms_norm). So blocks pass on two tensors:
+x, and a y that is still to be added to it.
 
 Initialisation. Each part initialises its own parameters where it makes them. No later pass over the whole model overwrites
 what a mixer has set (the bias of a step size, a spectrum). The backbone adds two things:
@@ -26,12 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqmix.mixers.base import Mixer, State
-from seqmix_kernels import add_rms_norm as norms
-from seqmix_kernels import cross_entropy as losses
-from seqmix_kernels import embedding as lookup
-from seqmix_kernels.add_rms_norm import add_rms_norm
-from seqmix_kernels.cross_entropy import linear_cross_entropy
-from seqmix_kernels.embedding import embedding
+from seqmix_kernels import add_rms_norm, embedding, linear_cross_entropy
+from seqmix_kernels.ops import add_rms_norm as norms
+from seqmix_kernels.ops import cross_entropy as losses
+from seqmix_kernels.ops import embedding as lookup
 
 ModelState = tuple[State, ...]  # one per block
 

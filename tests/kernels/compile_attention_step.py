@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from seqmix_kernels.attention import fused_rotary, fused_step
+from seqmix_kernels.ops.attention import fused_rotary, fused_step
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # P, query heads a key head, splits, rotary, windowed, sloped

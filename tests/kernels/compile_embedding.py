@@ -10,7 +10,7 @@ import torch
 from compile_scan import build, record, report
 
 from seqmix_kernels import fused_rowwise
-from seqmix_kernels.embedding import fused
+from seqmix_kernels.ops.embedding import fused
 
 CASES = [  # T, V, D, dtype
     (100, 256, 128, "float32"), (100, 16, 64, "float32"), (100, 16, 64, "bfloat16"), (100, 32, 128, "float32"),

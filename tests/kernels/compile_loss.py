@@ -9,7 +9,7 @@ import sys
 import torch
 from compile_scan import build, record, report
 
-from seqmix_kernels.cross_entropy import fused
+from seqmix_kernels.ops.cross_entropy import fused
 
 CASES = [(2, "bfloat16"), (16, "bfloat16"), (77, "float32"), (256, "bfloat16"), (5000, "float16"), (50277, "bfloat16")]
 

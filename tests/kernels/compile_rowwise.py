@@ -10,8 +10,8 @@ import torch
 from compile_scan import build, record, report
 
 from seqmix_kernels import fused_rowwise
-from seqmix_kernels.add_rms_norm import fused as norm
-from seqmix_kernels.swiglu import fused as gate
+from seqmix_kernels.ops.add_rms_norm import fused as norm
+from seqmix_kernels.ops.swiglu import fused as gate
 
 F32, BF16 = torch.float32, torch.bfloat16
 

@@ -12,8 +12,8 @@ import sys
 import torch
 from compile_scan import TYPES, build, record, report
 
-from seqmix_kernels.fft_conv import fused as conv
-from seqmix_kernels.s4_kernel import fused as s4
+from seqmix_kernels.ops.fft_conv import fused as conv
+from seqmix_kernels.ops.s4_kernel import fused as s4
 
 TYPES[torch.float64] = "fp64"
 

@@ -9,7 +9,7 @@ import sys
 import torch
 from compile_scan import build, record, report
 
-from seqmix_kernels.s4_step import fused
+from seqmix_kernels.ops.s4_step import fused
 
 CASES = [  # B, E, n, M, parts, P?, dtype, method
     ("s4 130m", 1, 768, 1, 32, 2, True, torch.bfloat16, "bilinear"),

@@ -154,7 +154,7 @@ FIRST = ("bf16 N16", "bf16", "bf16 zoh")  # of each kind, what "first" compiles
 
 
 def convolution(arch):
-    from seqmix_kernels.causal_conv1d import fused
+    from seqmix_kernels.ops.causal_conv1d import fused
 
     x, w, b = torch.zeros(1, 64, 128, dtype=torch.bfloat16), torch.zeros(128, 4), torch.zeros(128)
     state, seq = torch.zeros(1, 3, 128, dtype=torch.bfloat16), torch.zeros(1, 64, dtype=torch.int64)
@@ -172,11 +172,11 @@ def convolution(arch):
 def main(arch, kind, which="all"):
     if kind == "conv":
         return convolution(arch)
-    from seqmix_kernels.selective_scan import fused
+    from seqmix_kernels.ops.selective_scan import fused
 
     modules = [fused.tk]
     if kind == "gluon":
-        from seqmix_kernels.selective_scan import gluon_backward, gluon_forward
+        from seqmix_kernels.ops.selective_scan import gluon_backward, gluon_forward
 
         modules += gluon_forward, gluon_backward
     blocks = (64, 32) if kind == "gluon" else (None,)

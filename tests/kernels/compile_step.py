@@ -9,7 +9,7 @@ import sys
 import torch
 from compile_scan import build, record, report
 
-from seqmix_kernels.mamba_step import fused
+from seqmix_kernels.ops.mamba_step import fused
 
 CASES = [  # B, M, E, N, R, W, dtype, discretization
     ("130m", 1, 768, 1536, 16, 48, 4, torch.bfloat16, "euler"),

@@ -9,9 +9,9 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 import torch
 
-from seqmix_kernels.attention import attention_step, fused_step
-from seqmix_kernels.attention.reference import constant
-from seqmix_kernels.attention.rotary import rotary_frequencies
+from seqmix_kernels.ops.attention import attention_step, fused_step
+from seqmix_kernels.ops.attention.reference import constant
+from seqmix_kernels.ops.attention.rotary import rotary_frequencies
 
 FAR = torch.iinfo(torch.int32).max
 # dtype, H, H_kv, P, C, lengths, rotary_dim, windows, slopes, splits

@@ -7,8 +7,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from seqmix_kernels.causal_conv1d import fused
-from seqmix_kernels.causal_conv1d.reference import reference
+from seqmix_kernels.ops.causal_conv1d import fused
+from seqmix_kernels.ops.causal_conv1d.reference import reference
 
 CASES = [  # B, L, D, W, dtype, silu, what is given
     (2, 1, 3, 4, "float32", True, "bias state"),

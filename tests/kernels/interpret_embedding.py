@@ -6,8 +6,8 @@ import sys
 
 import torch
 
-from seqmix_kernels.embedding import embedding
-from seqmix_kernels.embedding.bench import tokens_of
+from seqmix_kernels.ops.embedding import embedding
+from seqmix_kernels.ops.embedding.bench import tokens_of
 
 F32, BF16, F16 = "float32", "bfloat16", "float16"
 # T, V, D, dtype; which tokens; whether torch sorts the keys where the rank kernel could
@@ -121,7 +121,7 @@ def laws(V, device="cpu"):
 
 def wide_keys(device="cpu"):
     """Keys of 32 bits, which V = 2^16 needs, sorted by either way."""
-    from seqmix_kernels.embedding import fused
+    from seqmix_kernels.ops.embedding import fused
 
     assert [fused.key_type(rows)[0] for rows in (2**16 - 1, 2**16)] == [torch.int16, torch.int32]
     fused.key_type = lambda rows: (torch.int32, 0)
@@ -135,7 +135,7 @@ if __name__ == "__main__":
     device = "cuda" if "cuda" in sys.argv else "cpu"
     from extent import some
 
-    from seqmix_kernels.embedding import fused
+    from seqmix_kernels.ops.embedding import fused
 
     for V in (5, 50):  # either kind of kernels
         laws(V, device)

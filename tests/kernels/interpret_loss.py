@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from seqmix_kernels.cross_entropy import cross_entropy, linear_cross_entropy
+from seqmix_kernels.ops.cross_entropy import cross_entropy, linear_cross_entropy
 
 CASES = [(5, 7, "float32"), (3, 300, "float32"), (4, 9000, "float16"), (1, 1, "float32"), (0, 5, "float32")]
 LINEAR = [

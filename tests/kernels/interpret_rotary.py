@@ -6,8 +6,8 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 import torch
 
-from seqmix_kernels.attention import fused_rotary, rotate_queries_and_keys
-from seqmix_kernels.attention.rotary import rotary_frequencies
+from seqmix_kernels.ops.attention import fused_rotary, rotate_queries_and_keys
+from seqmix_kernels.ops.attention.rotary import rotary_frequencies
 
 # dtype, B, L, H, H_kv, P, width, positions: None for 0.., else one a row; is qk a slice of a wider tensor, or heads first?
 CASES = (

@@ -8,8 +8,8 @@ import os
 
 import torch
 
-from seqmix_kernels.add_rms_norm import add_rms_norm
-from seqmix_kernels.swiglu import swiglu
+from seqmix_kernels.ops.add_rms_norm import add_rms_norm
+from seqmix_kernels.ops.swiglu import swiglu
 
 F32, BF16, F16 = "float32", "bfloat16", "float16"
 # shape, dtypes of x, y and weight, autocast; which gradients arrive; layout of x and y

@@ -8,9 +8,9 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from seqmix_kernels.fft_conv import fused as conv
-from seqmix_kernels.fft_conv import torch_forms as conv_torch
-from seqmix_kernels.s4_kernel import dplr_layer_kernel, fused, s4d_layer_kernel, torch_forms
+from seqmix_kernels.ops.fft_conv import fused as conv
+from seqmix_kernels.ops.fft_conv import torch_forms as conv_torch
+from seqmix_kernels.ops.s4_kernel import dplr_layer_kernel, fused, s4d_layer_kernel, torch_forms
 
 
 def generator(seed):

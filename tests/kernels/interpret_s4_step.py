@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from seqmix_kernels.s4_step import gated_projection, s4_step
+from seqmix_kernels.ops.s4_step import gated_projection, s4_step
 
 CASES = [  # B, E, n, M, kind, dtype
     (2, 6, 3, 5, "dplr", "float32"),

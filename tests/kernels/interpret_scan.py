@@ -11,7 +11,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from scan_errors import errors, inputs
 
-from seqmix_kernels.selective_scan import fused
+from seqmix_kernels.ops.selective_scan import fused
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 SEQ = torch.tensor([[0] * 5 + [1] + [2] * 14, [3] * 20])

@@ -5,7 +5,7 @@ import os
 
 import torch
 
-from seqmix_kernels.mamba_step import mamba_step
+from seqmix_kernels.ops.mamba_step import mamba_step
 
 CASES = [  # B, M, E, N, R, W, dtype, discretization, biases
     (2, 6, 10, 5, 3, 4, "float32", "euler", True),

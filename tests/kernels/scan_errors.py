@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from seqmix_kernels.selective_scan import fused, reference
+from seqmix_kernels.ops.selective_scan import fused, reference
 
 NAMES = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state")
 

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 
-from seqmix_kernels import cross_entropy, embedding, swiglu
-from seqmix_kernels.add_rms_norm import add_rms_norm, which_impl
+from seqmix_kernels.ops import cross_entropy, embedding, swiglu
+from seqmix_kernels.ops.add_rms_norm import add_rms_norm, which_impl
 
 
 def made(*shape, dtype=torch.float32, seed=0):

@@ -14,7 +14,7 @@ import stand_in_fa4
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from seqmix_kernels.attention import (
+from seqmix_kernels.ops.attention import (
     IMPLS,
     Case,
     alibi_slopes,

@@ -11,7 +11,8 @@ from seqmix.decode import in_precision
 from seqmix.mixers.attention import Attention
 from seqmix.model import SequenceModel
 from seqmix.state import tensors
-from seqmix_kernels.attention import (
+from seqmix_kernels.frame import CannotRun
+from seqmix_kernels.ops.attention import (
     IMPLS,
     alibi_slopes,
     attention,
@@ -20,7 +21,6 @@ from seqmix_kernels.attention import (
     rotate_queries_and_keys,
     which_impl,
 )
-from seqmix_kernels.frame import CannotRun
 
 pytestmark = [
     pytest.mark.gpu,

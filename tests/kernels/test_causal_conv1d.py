@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from seqmix_kernels import c_library
-from seqmix_kernels.causal_conv1d import causal_conv1d, which_impl
+from seqmix_kernels.ops.causal_conv1d import causal_conv1d, which_impl
 
 IMPLS = ("reference", "cpu")
 SEQ = torch.tensor([[5, 5, 5, 5, 2, 2, 3, 3, 3, 3, 3], [0, 1, 1, 1, 1, 1, 1, -1, -1, 0, 0]])

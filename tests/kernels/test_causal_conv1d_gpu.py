@@ -38,8 +38,8 @@ def test_kernels_compile_without_spills(script):
     ],
 )  # fmt: skip
 def test_real_kernels_match_the_equation(length, width, taps, documents, dtype):
-    from seqmix_kernels.causal_conv1d.op import causal_conv1d
-    from seqmix_kernels.causal_conv1d.reference import reference
+    from seqmix_kernels.ops.causal_conv1d.op import causal_conv1d
+    from seqmix_kernels.ops.causal_conv1d.reference import reference
 
     r = torch.Generator("cuda").manual_seed(length)
     shapes = (2, length, 2 * width), (width, taps), (width,), (2, taps - 1, width)
@@ -66,7 +66,7 @@ def test_real_kernels_match_the_equation(length, width, taps, documents, dtype):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_offsets_beyond_32_bits():
     """The second row lies past 2^31 elements of a view; so do the last channels of a transposed one."""
-    from seqmix_kernels.causal_conv1d.op import causal_conv1d
+    from seqmix_kernels.ops.causal_conv1d.op import causal_conv1d
 
     free, _ = torch.cuda.mem_get_info()
     if free < 12 << 30:

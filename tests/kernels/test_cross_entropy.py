@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from seqmix_kernels.cross_entropy import bench, cross_entropy, linear_cross_entropy, which_impl
+from seqmix_kernels.ops.cross_entropy import bench, cross_entropy, linear_cross_entropy, which_impl
 
 HERE = Path(__file__).parent
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from seqmix_kernels.cross_entropy import cross_entropy, linear_cross_entropy, which_impl
+from seqmix_kernels.ops.cross_entropy import cross_entropy, linear_cross_entropy, which_impl
 
 pytestmark = [
     pytest.mark.gpu,

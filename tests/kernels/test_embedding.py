@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from seqmix_kernels.embedding import embedding, which_impl
+from seqmix_kernels.ops.embedding import embedding, which_impl
 
 HERE = Path(__file__).parent
 

@@ -9,8 +9,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from seqmix_kernels.embedding import embedding, which_impl
-from seqmix_kernels.embedding.bench import tokens_of
+from seqmix_kernels.ops.embedding import embedding, which_impl
+from seqmix_kernels.ops.embedding.bench import tokens_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,7 +55,7 @@ def test_the_gradient_is_no_worse_than_plain_torchs(real, shape, kind, dtype):
 
 @pytest.mark.parametrize("ranked", [0, 8192])
 def test_the_interpreters_cases(real, poisoned, monkeypatch, ranked):
-    from seqmix_kernels.embedding import fused
+    from seqmix_kernels.ops.embedding import fused
 
     monkeypatch.setattr(fused, "RANKED", ranked)
     monkeypatch.setattr(fused, "SHARES", 256)
@@ -69,7 +69,7 @@ def test_the_laws_of_strides_of_tokens_that_are_none_and_of_one_backward(real, V
 
 
 def test_keys_of_32_bits(real, monkeypatch):
-    from seqmix_kernels.embedding import fused
+    from seqmix_kernels.ops.embedding import fused
 
     monkeypatch.setattr(fused, "key_type", fused.key_type)  # put back at the end
     for row in real.wide_keys("cuda"):

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from seqmix_kernels.fft_conv import fft_conv, fft_conv_carry, fft_length, torch_forms, which_impl
-from seqmix_kernels.fft_conv import op as conv_op
+from seqmix_kernels.ops.fft_conv import fft_conv, fft_conv_carry, fft_length, torch_forms, which_impl
+from seqmix_kernels.ops.fft_conv import op as conv_op
 
 EPILOGUES = [(None, False), ("gelu", False), (None, True), ("silu", True)]
 epilogues = pytest.mark.parametrize("activation, gated", EPILOGUES)

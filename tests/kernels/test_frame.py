@@ -13,8 +13,8 @@ import seqmix_kernels
 from seqmix_kernels import frame
 from seqmix_kernels.frame import CannotRun, Impl, Operator
 
-FOLDERS = sorted(f.parent.name for f in Path(seqmix_kernels.__file__).parent.glob("*/op.py"))
-MODULES = [importlib.import_module(f"seqmix_kernels.{name}.op") for name in FOLDERS]
+FOLDERS = sorted(f.parent.name for f in Path(seqmix_kernels.__file__).parent.glob("ops/*/op.py"))
+MODULES = [importlib.import_module(f"seqmix_kernels.ops.{name}.op") for name in FOLDERS]
 OPERATORS = [module.OPERATOR for module in MODULES if hasattr(module, "OPERATOR")]
 CPU = "it needs a CUDA device, the tensors are on cpu"
 

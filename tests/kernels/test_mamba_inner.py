@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from seqmix_kernels.causal_conv1d import causal_conv1d
-from seqmix_kernels.mamba_inner import LEVELS, inner, mamba_inner, saved_bytes
-from seqmix_kernels.mamba_inner.inner import Given, Operators
-from seqmix_kernels.selective_scan import selective_scan
-from seqmix_kernels.selective_scan.op import why_not
+from seqmix_kernels.ops.causal_conv1d import causal_conv1d
+from seqmix_kernels.ops.mamba_inner import LEVELS, inner, mamba_inner, saved_bytes
+from seqmix_kernels.ops.mamba_inner.inner import Given, Operators
+from seqmix_kernels.ops.selective_scan import selective_scan
+from seqmix_kernels.ops.selective_scan.op import why_not
 
 SEQ = torch.tensor([[5, 5, 5, 5, 2, 2, 3, 3, 3, 3, 3], [0, 1, 1, 1, 1, 1, 1, -1, -1, 0, 0]])
 OPTIONAL = ("in_bias", "conv_bias", "out_bias", "conv_state", "ssm_state")
@@ -210,7 +210,7 @@ def test_levels_save_less_and_less_than_the_composition():
     node = [kept(lambda level=level: mamba_inner(**leaves, level=level, scan="cpu"), *leaves.values())[0] for level in LEVELS]
 
     def parts():  # the same kernels, one autograd node each
-        from seqmix_kernels.mamba_inner.reference import reference
+        from seqmix_kernels.ops.mamba_inner.reference import reference
 
         given = [leaves.get(name) for name in Given._fields]
         return reference(*given, "euler", "cpu")

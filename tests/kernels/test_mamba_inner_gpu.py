@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from seqmix_kernels.mamba_inner import LEVELS, bench, mamba_inner, saved_bytes
-from seqmix_kernels.mamba_inner.inner import Given
+from seqmix_kernels.ops.mamba_inner import LEVELS, bench, mamba_inner, saved_bytes
+from seqmix_kernels.ops.mamba_inner.inner import Given
 
 pytestmark = [
     pytest.mark.gpu,
@@ -75,7 +75,7 @@ def test_gradients_are_the_same_bits_twice():
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_allocator_holds_what_is_documented(level):
-    from seqmix_kernels.selective_scan import fused
+    from seqmix_kernels.ops.selective_scan import fused
 
     B, L, M = 4, 1024, 768
     leaves = inputs(B, L, M, torch.bfloat16)

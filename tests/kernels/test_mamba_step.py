@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from seqmix_kernels.mamba_inner import mamba_inner
-from seqmix_kernels.mamba_step import mamba_step, which_impl
+from seqmix_kernels.ops.mamba_inner import mamba_inner
+from seqmix_kernels.ops.mamba_step import mamba_step, which_impl
 
 B, M, E, N, R, W = 3, 6, 10, 5, 3, 4
 SHAPES = {

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from seqmix_kernels.mamba_step import mamba_step
+from seqmix_kernels.ops.mamba_step import mamba_step
 
 triton = pytest.importorskip("triton")
 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) and not torch.cuda.is_available():

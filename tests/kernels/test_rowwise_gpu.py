@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from seqmix_kernels.add_rms_norm import add_rms_norm
-from seqmix_kernels.swiglu import swiglu
+from seqmix_kernels.ops.add_rms_norm import add_rms_norm
+from seqmix_kernels.ops.swiglu import swiglu
 
 triton = pytest.importorskip("triton")
 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) and not torch.cuda.is_available():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from seqmix_kernels.s4_kernel import (
+from seqmix_kernels.ops.s4_kernel import (
     conj,
     dense,
     discretize,
@@ -25,7 +25,7 @@ from seqmix_kernels.s4_kernel import (
     torch_forms,
     which_impl,
 )
-from seqmix_kernels.s4_kernel import op as s4_op
+from seqmix_kernels.ops.s4_kernel import op as s4_op
 
 IMPLS = ("reference", "torch")
 

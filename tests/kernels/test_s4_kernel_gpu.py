@@ -41,7 +41,7 @@ def test_kernels_compile_without_spills(script):
 def test_real_kernels_match_plain_torch(width, modes, length):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    from seqmix_kernels.s4_kernel import fused, torch_forms
+    from seqmix_kernels.ops.s4_kernel import fused, torch_forms
 
     r = torch.Generator("cuda").manual_seed(length)
     normal = lambda *shape: torch.randn(*shape, generator=r, device="cuda")  # noqa: E731
@@ -70,7 +70,7 @@ def test_real_kernels_match_plain_torch(width, modes, length):
 def test_real_layer_kernels_match_plain_torch(kind, width, sets, modes, length):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    from seqmix_kernels.s4_kernel import dplr_layer_kernel, s4d_layer_kernel
+    from seqmix_kernels.ops.s4_kernel import dplr_layer_kernel, s4d_layer_kernel
 
     r = torch.Generator("cuda").manual_seed(length)
     normal = lambda *shape: torch.randn(*shape, generator=r, device="cuda")  # noqa: E731
@@ -102,7 +102,7 @@ def test_real_layer_kernels_match_plain_torch(kind, width, sets, modes, length):
 def test_real_convolution_matches_plain_torch(batch, length, width, taps, dtype, activation, gated):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    from seqmix_kernels.fft_conv import fft_conv
+    from seqmix_kernels.ops.fft_conv import fft_conv
 
     r = torch.Generator("cuda").manual_seed(length)
     normal = lambda *shape: torch.randn(*shape, generator=r, device="cuda")  # noqa: E731

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from seqmix_kernels.s4_kernel import dplr_layer_kernel, s4d_layer_kernel
-from seqmix_kernels.s4_step import gated_projection, s4_step, which_impl, why_not
+from seqmix_kernels.ops.s4_kernel import dplr_layer_kernel, s4d_layer_kernel
+from seqmix_kernels.ops.s4_step import gated_projection, s4_step, which_impl, why_not
 
 B, E, M, n = 2, 6, 4, 3
 

@@ -15,7 +15,7 @@ from seqmix.decode import Decoder
 from seqmix.mixers.s4 import S4
 from seqmix.mixers.s4d import S4D
 from seqmix.model import SequenceModel
-from seqmix_kernels.s4_step import gated_projection, s4_step
+from seqmix_kernels.ops.s4_step import gated_projection, s4_step
 
 triton = pytest.importorskip("triton")
 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) and not torch.cuda.is_available():

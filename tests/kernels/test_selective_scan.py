@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from seqmix_kernels import c_library, frame
-from seqmix_kernels.selective_scan import selective_scan, which_impl
+from seqmix_kernels.ops.selective_scan import selective_scan, which_impl
 
 TORCH = ("sequential", "blelloch", "kogge_stone", "chunked")
 ALL = (*TORCH, "cpu")
@@ -544,7 +544,7 @@ def fresh_choice():
 
 
 def test_importing_needs_torch_alone():
-    code = "import sys, seqmix_kernels.selective_scan, seqmix_kernels.causal_conv1d\n"
+    code = "import sys, seqmix_kernels.ops.selective_scan, seqmix_kernels.ops.causal_conv1d\n"
     code += "sys.exit(any(name in sys.modules for name in ('triton', 'torch._dynamo')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

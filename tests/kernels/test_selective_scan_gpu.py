@@ -71,7 +71,7 @@ def in_torch(module, *names):
 
 @pytest.mark.parametrize("fine", [True, False])
 def test_zero_order_hold_near_and_far_from_zero(fine):
-    from seqmix_kernels.selective_scan import gluon_helpers, reference
+    from seqmix_kernels.ops.selective_scan import gluon_helpers, reference
 
     _, held, held_slope = in_torch(gluon_helpers, "series", "held", "held_slope")
     r = torch.Generator().manual_seed(0)
@@ -93,7 +93,7 @@ def test_zero_order_hold_near_and_far_from_zero(fine):
 
 
 def test_segments_fill_the_sms_evenly(monkeypatch):
-    from seqmix_kernels.selective_scan import fused
+    from seqmix_kernels.ops.selective_scan import fused
 
     monkeypatch.setattr(fused, "SMS", 132)
     # 384 CTAs in 264 places; 256; 192, of which four times as many are three full waves; 1024, nearly four; too short
@@ -104,7 +104,7 @@ def test_segments_fill_the_sms_evenly(monkeypatch):
 
 
 def test_ctas_are_narrow_where_the_busiest_sm_then_has_fewer_warps(monkeypatch):
-    from seqmix_kernels.selective_scan import fused
+    from seqmix_kernels.ops.selective_scan import fused
 
     monkeypatch.setattr(fused, "SMS", 132)
     # 192 wide CTAs or 384 narrow ones: 8 warps or 6; 320: 12 or 10; 384: 12 either way; 128: 4 either way; 64: 4 or 2;
@@ -122,7 +122,7 @@ def test_ctas_are_narrow_where_the_busiest_sm_then_has_fewer_warps(monkeypatch):
 @pytest.mark.parametrize("block", [32, 64])
 def test_shared_memory_has_no_bank_conflicts(block):
     """Eight lanes that move 16 bytes each, or sixteen with 8, touch every bank at most once."""
-    from seqmix_kernels.selective_scan import gluon_helpers as gk
+    from seqmix_kernels.ops.selective_scan import gluon_helpers as gk
 
     def free(layout, lanes, size):
         """lanes: what each accesses first, coordinates without the rows of a tile; size in words."""
@@ -152,7 +152,7 @@ def test_shared_memory_has_no_bank_conflicts(block):
 def test_padded_channels_change_nothing(groups, channels, wide):
     import scan_errors
 
-    from seqmix_kernels.selective_scan import fused, reference
+    from seqmix_kernels.ops.selective_scan import fused, reference
 
     pad = fused._Pad(groups, channels, wide)
     args = [t.double() for t in scan_errors.inputs(2, 9, groups * channels, 3, groups, torch.float32, device="cpu")]
@@ -204,7 +204,7 @@ def scan():
         pytest.skip("no CUDA device")
     import scan_errors
 
-    from seqmix_kernels.selective_scan import fused
+    from seqmix_kernels.ops.selective_scan import fused
 
     kept = fused.SMS
     torch.use_deterministic_algorithms(True)  # torch.empty is filled with NaN: what is not written shows
@@ -367,7 +367,7 @@ AGAIN = [(2, 100, 128, 16), (1, 96, 64, 16, 1, torch.float32, ("D", "z", "dt_bia
 @pytest.mark.parametrize("partials", [1 << 24, 0])
 def test_calls_again_and_on_other_streams_give_the_same_bits(scan, case, partials, monkeypatch):
     """The launcher goes straight to what it remembers: on other tensors, another stream."""
-    from seqmix_kernels.selective_scan import selective_scan
+    from seqmix_kernels.ops.selective_scan import selective_scan
 
     bench, fused = scan
     monkeypatch.setattr(fused, "PARTIALS", partials)
@@ -393,7 +393,7 @@ def test_calls_again_and_on_other_streams_give_the_same_bits(scan, case, partial
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiles_without_a_break_on_the_gpu(scan):
-    from seqmix_kernels.selective_scan import selective_scan
+    from seqmix_kernels.ops.selective_scan import selective_scan
 
     bench, _ = scan
     torch.use_deterministic_algorithms(False)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from seqmix_kernels.swiglu import swiglu, which_impl
+from seqmix_kernels.ops.swiglu import swiglu, which_impl
 
 
 def test_in_float32_it_is_bitwise_torchs():

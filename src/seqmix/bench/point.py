@@ -19,8 +19,8 @@ from seqmix.build import build, build_model
 from seqmix.decode import in_precision
 from seqmix.memory import out_of_memory
 from seqmix.optim import make_optimizer
-from seqmix_kernels.attention import take_choices, tried_choices
 from seqmix_kernels.frame import CannotRun
+from seqmix_kernels.ops.attention import take_choices, tried_choices
 
 
 def serve(point: Point, known: Mapping, answer: Connection) -> None:

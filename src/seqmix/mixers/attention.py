@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqmix.mixers.base import Mixer
-from seqmix_kernels.attention import (
+from seqmix_kernels.frame import named
+from seqmix_kernels.ops.attention import (
     IMPLS,
     alibi_slopes,
     attention,
@@ -33,7 +34,6 @@ from seqmix_kernels.attention import (
     which_impl,
     why_not,
 )
-from seqmix_kernels.frame import named
 
 POSITIONS = ("rope", "none", "alibi", "hard_alibi")
 SCALINGS = ("linear", "ntk")
@@ -80,7 +80,7 @@ class Attention(Mixer):
     window: number of tokens that a head sees, up to and including the current one; null for all.
     qk_norm: RMS norm of q and k over each head (Henry et al. 2020).
     attn_dropout: on attention weights, in training only.
-    attn_impl: implementation for whole sequences (seqmix_kernels/attention); all compute the same function. With a cache
+    attn_impl: implementation for whole sequences (seqmix_kernels/ops/attention); all compute the same function. With a cache
     "math" is used if it was chosen, else what "auto" chooses.
     cache_page: number of tokens by which the cache grows.
     """

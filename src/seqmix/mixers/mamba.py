@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from seqmix.mixers.base import Mixer, is_plain, no_weight_decay
-from seqmix_kernels.causal_conv1d import causal_conv1d
 from seqmix_kernels.frame import named
-from seqmix_kernels.mamba_inner import LEVELS, mamba_inner, which_impls
-from seqmix_kernels.mamba_step import IMPLS as STEPS
-from seqmix_kernels.mamba_step import mamba_step, which_impl, why_not
-from seqmix_kernels.selective_scan import IMPLS, selective_scan
+from seqmix_kernels.ops.causal_conv1d import causal_conv1d
+from seqmix_kernels.ops.mamba_inner import LEVELS, mamba_inner, which_impls
+from seqmix_kernels.ops.mamba_step import IMPLS as STEPS
+from seqmix_kernels.ops.mamba_step import mamba_step, which_impl, why_not
+from seqmix_kernels.ops.selective_scan import IMPLS, selective_scan
 
 DISCRETIZATIONS = ("euler", "zoh")
 
@@ -41,10 +41,10 @@ class Mamba(Mixer):
     """The whole Mamba block.
 
     d_state: N. d_conv: W. expand: E / d_model. dt_rank: R (null: d_model/16, rounded up). discretization: of B̄, euler
-    or zoh. scan: implementation of the scan (seqmix_kernels/selective_scan); all compute the same function.
+    or zoh. scan: implementation of the scan (seqmix_kernels/ops/selective_scan); all compute the same function.
     checkpoint_level: what training saves for the backward: 0 everything, 1 all but the convolution's output and Δ, 2 only the
-    input (seqmix_kernels/mamba_inner); the gradients are the same. decode: implementation of a decoding step
-    (seqmix_kernels/mamba_step).
+    input (seqmix_kernels/ops/mamba_inner); the gradients are the same. decode: implementation of a decoding step
+    (seqmix_kernels/ops/mamba_step).
 
     If a projection was replaced (by an adapter or a quantised layer) or has hooks, it is called as a module.
 

@@ -6,7 +6,7 @@
 
 Gu, Goel & Ré 2022, "Efficiently Modeling Long Sequences with Structured State Spaces" (S4), §3; P = Q, which keeps A
 stable, from Goel, Gu, Donahue & Ré 2022, "It's Raw! Audio Generation with State-Space Models", §4.1. The layer around it
-comes from s4d.py, the kernel from `seqmix_kernels.s4_kernel`.
+comes from s4d.py, the kernel from `seqmix_kernels.ops.s4_kernel`.
 
 C is learned, not C̃ = C (I - Ā^L). So no parameter depends on a length, and convolution and recurrence share their parameters.
 C̃ is computed for each length that is needed.
@@ -21,16 +21,16 @@ import torch
 from torch import Tensor, nn
 
 from seqmix.mixers.s4d import StateSpace, hippo_legs
-from seqmix_kernels.fft_conv import fft_conv
-from seqmix_kernels.s4_kernel import dense, dplr_layer_kernel, dplr_modes, real, row
+from seqmix_kernels.ops.fft_conv import fft_conv
+from seqmix_kernels.ops.s4_kernel import dense, dplr_layer_kernel, dplr_modes, real, row
 
 
 class S4(StateSpace):
     """S4 layer with d_state state numbers per channel, in d_state/2 conjugate pairs.
 
     n_ssm: number of different (A, B); channel d uses number d mod n_ssm; null for one per channel. impl: implementation of
-    kernel and convolution (seqmix_kernels/s4_kernel, fft_conv); all compute the same function. decode: implementation of a
-    decoding step (seqmix_kernels/s4_step). Δ starts log-uniform in [dt_min, dt_max]. max_lr: largest learning rate of A, B
+    kernel and convolution (seqmix_kernels/ops/s4_kernel, fft_conv); all compute the same function. decode: implementation of a
+    decoding step (seqmix_kernels/ops/s4_step). Δ starts log-uniform in [dt_min, dt_max]. max_lr: largest learning rate of A, B
     and Δ, which are not decayed; C has the model's own rate.
     """
 

@@ -21,17 +21,17 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from seqmix.mixers.base import Mixer, is_plain, no_weight_decay
-from seqmix_kernels.fft_conv import fft_conv
-from seqmix_kernels.fft_conv import which_impl as which_convolution
-from seqmix_kernels.fft_conv import why_not as why_not_convolution
 from seqmix_kernels.frame import named
-from seqmix_kernels.s4_kernel import IMPLS, discretize, power, s4d_kernel, s4d_layer_kernel, times
-from seqmix_kernels.s4_kernel import which_impl as which_kernel
-from seqmix_kernels.s4_kernel import why_not as why_not_kernel
-from seqmix_kernels.s4_step import IMPLS as STEPS
-from seqmix_kernels.s4_step import gated_projection, s4_step
-from seqmix_kernels.s4_step import which_impl as which_step
-from seqmix_kernels.s4_step import why_not as why_not_step
+from seqmix_kernels.ops.fft_conv import fft_conv
+from seqmix_kernels.ops.fft_conv import which_impl as which_convolution
+from seqmix_kernels.ops.fft_conv import why_not as why_not_convolution
+from seqmix_kernels.ops.s4_kernel import IMPLS, discretize, power, s4d_kernel, s4d_layer_kernel, times
+from seqmix_kernels.ops.s4_kernel import which_impl as which_kernel
+from seqmix_kernels.ops.s4_kernel import why_not as why_not_kernel
+from seqmix_kernels.ops.s4_step import IMPLS as STEPS
+from seqmix_kernels.ops.s4_step import gated_projection, s4_step
+from seqmix_kernels.ops.s4_step import which_impl as which_step
+from seqmix_kernels.ops.s4_step import why_not as why_not_step
 
 INITS = ("lin", "inv", "legs", "real")
 DISCRETIZATIONS = ("zoh", "bilinear")
@@ -160,8 +160,8 @@ class S4D(StateSpace):
 
     init: the spectrum of A, lin | inv | legs | real (§4 of the paper). discretization: zoh | bilinear. n_ssm: number of
     spectra; channel d uses number d mod n_ssm; null for one per channel. impl: implementation of kernel and convolution
-    (seqmix_kernels/s4_kernel, fft_conv); all compute the same function. decode: implementation of a decoding step
-    (seqmix_kernels/s4_step). Δ starts log-uniform in [dt_min, dt_max]. max_lr: largest learning rate of A and Δ, which are
+    (seqmix_kernels/ops/s4_kernel, fft_conv); all compute the same function. decode: implementation of a decoding step
+    (seqmix_kernels/ops/s4_step). Δ starts log-uniform in [dt_min, dt_max]. max_lr: largest learning rate of A and Δ, which are
     not decayed.
     """
 

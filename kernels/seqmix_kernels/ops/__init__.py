@@ -1,0 +1,1 @@
+"""The operators, one folder each; each folder's README.md has the mathematics."""
