@@ -4,8 +4,8 @@
     loss_t = log Σ_v exp(l_tv) - l_{t, target_t}                   ∂l_tv = ∂loss_t (exp(l_tv - log Σ) - [v = target_t])
 
 With V = 50,000 the logits are the largest tensor of a small language model. In plain torch the loss allocates three more
-of that size in float32 (the logits, their log-softmax, its gradient): 14 bytes per element at the peak, besides the 2 of
-bfloat16 logits. The kernels read the logits twice, forward and backward, and write their gradient: this takes 2 more bytes per
+of that size in float32 (the log-softmax and two gradients): 12 bytes per element at the peak, besides the 2 of bfloat16
+logits. The kernels read the logits twice, forward and backward, and write their gradient: this takes 2 more bytes per
 element, or none where the operator computed the logits itself and may overwrite them.
 """
 
