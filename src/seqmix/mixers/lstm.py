@@ -8,6 +8,7 @@ nn.LSTM computes the recurrence. This file adds the initialisation, a state with
 
 from __future__ import annotations
 
+import contextlib
 from typing import NamedTuple
 
 import torch
@@ -46,6 +47,11 @@ class LSTM(Mixer):
         return LSTMState(zeros, zeros.clone())
 
     def prefill(self, x: Tensor, state: LSTMState) -> tuple[Tensor, LSTMState]:
-        before = state.h[None].to(x.dtype), state.c[None].to(x.dtype)
-        y, (h, c) = in_pieces(self.lstm, x, before)  # (B, L, H), (1, B, H) twice
+        with contextlib.ExitStack() as stack:
+            if x.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
+                # on a CPU without AVX-512 torch's LSTM raises under autocast, because oneDNN has none in bfloat16
+                stack.enter_context(torch.autocast("cpu", enabled=False))
+                x = x.to(self.lstm.weight_ih_l0.dtype)
+            before = state.h[None].to(x.dtype), state.c[None].to(x.dtype)
+            y, (h, c) = in_pieces(self.lstm, x, before)  # (B, L, H), (1, B, H) twice
         return self.out_proj(y), LSTMState(h[0], c[0])
