@@ -1,9 +1,13 @@
 """Runs made small, for the tests: the real config, the real train(), in a folder of the test's own."""
 
 import csv
+import functools
+import importlib
 import os
+import runpy
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import lightning as L
@@ -11,6 +15,7 @@ from omegaconf import open_dict
 from train import train
 
 from seqmix.config import compose_run
+from seqmix.fork_server import Server
 
 ROOT = Path(__file__).parent.parent
 CONF = ROOT / "conf"
@@ -50,12 +55,40 @@ def small(*overrides: str) -> list[str]:
 
 
 def command(cwd: Path, *overrides: str, env: dict | None = None, launcher: tuple[str, ...] = (), multirun: bool = False):
-    """`python train.py ...` in a process of its own, standing in `cwd`; an override wins over the small sizes."""
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("WANDB", "HYDRA"))}
-    line = [sys.executable, *launcher, str(ROOT / "train.py"), *["-m"][:multirun], *small(*overrides)]
-    return subprocess.run(
-        line, capture_output=True, text=True, env=clean | (env or {}), timeout=240, cwd=cwd, stdin=subprocess.DEVNULL
-    )
+    """`python train.py ...` in a process of its own, standing in `cwd`; an override wins over the small sizes.
+
+    The process is forked from one that has imported what train.py does, which saves seconds per run; with a launcher (torchrun)
+    it is a new interpreter, as it is in the tests of the start (test_startup.py, test_display.py)."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("WANDB", "HYDRA"))} | (env or {})
+    arguments = [*["-m"][:multirun], *small(*overrides)]
+    if launcher:
+        line = [sys.executable, *launcher, str(ROOT / "train.py"), *arguments]
+        return subprocess.run(line, capture_output=True, text=True, env=env, timeout=240, cwd=cwd, stdin=subprocess.DEVNULL)
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        child = _server().start(_main, cwd, arguments, env, descriptors=(out.fileno(), err.fileno()))
+        code = child.poll(240)
+        out.seek(0)
+        err.seek(0)
+        assert code is not None, f"train.py {arguments} has not ended: {err.read()[-3000:]}"
+        return subprocess.CompletedProcess(arguments, code, out.read(), err.read())
+
+
+@functools.cache
+def _server() -> Server:
+    return Server(importlib.import_module, "runs")
+
+
+def _main(cwd: Path, arguments: list[str], env: dict, out: int, err: int) -> None:
+    """What `python train.py` does once the interpreter runs."""
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    for number, stream in ((os.open(os.devnull, os.O_RDONLY), 0), (out, 1), (err, 2)):
+        os.dup2(number, stream)
+        os.close(number)
+    sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))  # as a new interpreter does
+    sys.argv = [str(ROOT / "train.py"), *arguments]
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def metrics(folder: Path, name: str) -> dict[int, str]:
