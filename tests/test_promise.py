@@ -1,7 +1,7 @@
-"""The promise: a mixer is one Python file and one YAML file, and so is a task, without an edit elsewhere.
+"""The promise: a mixer or a task is one Python file and one YAML file, an operator is one folder, without an edit elsewhere.
 
-Here a mixer whose state grows and a task are written into a copy of conf and train.py. The laws hold for them, and they are
-trained, resumed, measured and reported.
+Here a mixer whose state grows, a task and an operator are written into a copy of conf, train.py and the kernels. The laws hold
+for them, and they are trained, resumed, measured and reported.
 """
 
 import itertools
@@ -128,6 +128,39 @@ train_samples: null
 num_workers: 0
 make_on: device
 """,
+    "kernels/seqmix_kernels/ops/doubling/__init__.py": "from .op import doubling as doubling",
+    "kernels/seqmix_kernels/ops/doubling/op.py": '''
+"""y = 2 x."""
+
+from ...frame import Impl, Operator
+
+OPERATOR = Operator(__package__, Impl("reference"))
+
+
+def doubling(x, impl="auto"):
+    OPERATOR.choose(impl, x)
+    return 2 * x
+''',
+    "kernels/seqmix_kernels/ops/doubling/bench.py": """
+from ...benchmark import Op, Work
+from .op import OPERATOR, doubling
+
+
+def inputs(normal, dtype, B, L):
+    return (normal(B, L).to(dtype),)
+
+
+def work(size, B, L):
+    return Work(2 * B * L * size), Work(4 * B * L * size)
+
+
+SHAPES = {device: ("B2 L8 float32",) for device in ("cpu", "cuda")}
+OPS = {
+    "doubling": Op(
+        OPERATOR.names, inputs, lambda impl, x: doubling(x, impl), lambda tensors, y: (y, 2 * tensors[0].double()), work, SHAPES
+    )
+}
+""",
 }
 
 
@@ -135,9 +168,11 @@ make_on: device
 def tree(tmp_path_factory):
     root = tmp_path_factory.mktemp("promise")
     shutil.copytree(ROOT / "conf", root / "conf")
+    shutil.copytree(ROOT / "kernels", root / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "train.py", root)
     for name, text in FILES.items():
         assert not (root / name).exists()
+        (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_text(text.lstrip())
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(root)
@@ -171,9 +206,9 @@ def test_the_laws_of_tasks_hold_for_it(tree, law, arguments):
     test_tasks.test_configuration_names_every_argument_and_builds(tree / "conf/task/last_word.yaml")
 
 
-def test_both_are_trained_resumed_measured_and_reported(tree):
+def test_they_are_trained_resumed_measured_and_reported(tree):
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("WANDB", "HYDRA"))}
-    clean["PYTHONPATH"] = os.pathsep.join(map(str, (tree, ROOT / "src", ROOT / "kernels")))
+    clean["PYTHONPATH"] = os.pathsep.join(map(str, (tree, tree / "kernels", ROOT / "src")))
 
     def python(*arguments):
         done = subprocess.run([sys.executable, *arguments], cwd=tree, env=clean, capture_output=True, text=True, timeout=240)
@@ -189,10 +224,11 @@ def test_both_are_trained_resumed_measured_and_reported(tree):
     assert second["resumed_from"] == "outputs/runs/first/checkpoints/last.ckpt"
     assert first["memory/state_bytes"] == 4 * 12 * 16 + 4 and "test/token_accuracy" in second
 
-    point = ["models=[mean_of_past]", "parts=[context]", "lengths=[8]", "context.vocab_size=16", "seconds=0.01"]
-    python("-m", "seqmix.bench", "bench=cpu", *point, "out=bench", "wandb=disabled")
-    (row,) = map(json.loads, (tree / "bench/points.jsonl").read_text().splitlines())
-    assert row["status"] == "ok" and row["model"] == "mean_of_past" and row["state_bytes"] > 0
+    points = ["models=[mean_of_past]", "lengths=[8]", "context.vocab_size=16", "kernels.ops=[doubling]", "seconds=0.01"]
+    python("-m", "seqmix.bench", "bench=cpu", "parts=[context,kernels]", *points, "out=bench", "wandb=disabled")
+    mixer, operator = map(json.loads, (tree / "bench/points.jsonl").read_text().splitlines())
+    assert mixer["status"] == operator["status"] == "ok" and (mixer["model"], operator["model"]) == ("mean_of_past", "doubling")
+    assert mixer["state_bytes"] > 0 and operator["check_error"] == 0 and "doubling" in (tree / "bench/report.md").read_text()
 
     python("-m", "seqmix.report", "outputs/runs", "--out", "report")
     assert "mean_of_past" in (tree / "report/report.md").read_text() and "last_word" in (tree / "report/cells.csv").read_text()
