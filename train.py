@@ -40,7 +40,16 @@ from seqmix.build import build, build_callbacks, build_loggers, build_module
 from seqmix.callbacks import best_checkpoint
 from seqmix.claim import claim
 from seqmix.command_line import check_command_line
-from seqmix.config import check, check_kernels, check_processes, find_checkpoint, record_resume, register_resolvers
+from seqmix.config import (
+    check,
+    check_kernels,
+    check_lengths,
+    check_processes,
+    find_checkpoint,
+    record_resume,
+    register_resolvers,
+)
+from seqmix.lengths import test_at_lengths
 from seqmix.memory import gpu_fault, out_of_memory
 from seqmix.step import NonFiniteError
 from seqmix.sweep.jobs import in_a_sweep, objective, read_summary, take_up
@@ -110,6 +119,7 @@ def train(cfg: DictConfig, folder: Path, own: Path | None = None) -> dict:
     loggers = build_loggers(cfg)
     trainer = build(cfg.trainer)(callbacks=callbacks, logger=loggers, default_root_dir=str(folder))
     check_processes(trainer)
+    check_lengths(cfg, trainer)
     if trainer.world_size > 1:
         atexit.register(leave_group)
     check_kernels(cfg, module.model, trainer)
@@ -137,6 +147,8 @@ def train(cfg: DictConfig, folder: Path, own: Path | None = None) -> dict:
             if cfg.test:
                 trainer.test(module, datamodule=task, ckpt_path=chosen(trainer), weights_only=True, verbose=False)
                 summary |= numbers(trainer, "test/")
+                with trainer.precision_plugin.forward_context():
+                    summary |= test_at_lengths(module.model, cfg)
             summary["status"] = "complete"
         except BaseException as error:
             error = unmasked(error, trainer)

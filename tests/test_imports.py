@@ -31,7 +31,16 @@ ARROWS = {
     "src/seqmix/folders.py": ("seqmix.display",),
     "src/seqmix/claim.py": ("seqmix.config", "seqmix.display", "seqmix.folders", "seqmix.identity", "seqmix.sweep"),
     "src/seqmix/build.py": ("seqmix.model", "seqmix.module", "seqmix.tasks.base"),
+    "src/seqmix/lengths.py": (
+        "seqmix.build",
+        "seqmix.memory",
+        "seqmix.metrics",
+        "seqmix.model",
+        "seqmix.state",
+        "seqmix.tasks.base",
+    ),
     "src/seqmix/config.py": (
+        "seqmix.lengths",
         "seqmix.build",
         "seqmix.folders",
         "seqmix.identity",

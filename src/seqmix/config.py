@@ -23,10 +23,10 @@ from hydra import compose, initialize_config_dir
 from hydra._internal.hydra import Hydra
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
-from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from seqmix import signatures
+from seqmix import lengths, signatures
 from seqmix.build import build, build_module, said_of
 from seqmix.folders import read_file, walk
 from seqmix.identity import changed, flat
@@ -121,6 +121,9 @@ def check(cfg: DictConfig, own: Path | None = None) -> SequenceModel:
             f"trainer.max_steps=-1 without trainer.max_time: {NO_EPOCHS}, and the run would not end; it ends at max_steps or "
             "max_time, whichever comes first"
         )
+    if cfg.eval.lengths and not cfg.test:
+        raise ValueError(f"eval.lengths={cfg.eval.lengths} with test=false: nothing is tested")
+    lengths.tasks_at(cfg)
     task = build(cfg.task)
     with torch.device("meta"):
         with said_of("model"):
@@ -188,6 +191,12 @@ def check_processes(trainer: L.Trainer) -> None:
             "`torchrun --nproc-per-node N train.py trainer=ddp trainer.devices=N` (or trainer=fsdp) starts N, "
             "and so does `srun --ntasks-per-node N python train.py trainer=ddp trainer.devices=N`"
         )
+
+
+def check_lengths(cfg: DictConfig, trainer: L.Trainer) -> None:
+    """ValueError where eval.lengths is asked for and the parameters are sharded: they are gathered for whole rows only."""
+    if cfg.eval.lengths and isinstance(trainer.strategy, ModelParallelStrategy):
+        raise ValueError(f"eval.lengths={cfg.eval.lengths} needs a whole model on each device; use trainer=ddp or one device")
 
 
 def check_kernels(cfg: DictConfig, model: SequenceModel, trainer: L.Trainer) -> None:

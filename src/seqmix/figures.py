@@ -30,9 +30,10 @@ def figure(
     caption: Sequence[str],
     intervals: Mapping[str, Mapping[float, tuple[float, float]]] | None = None,
     percent: bool = False,
+    mark: tuple[float, str] | None = None,
 ) -> str:
     """curves: name -> x -> y, all above 0 or, with `percent`, from 0 to 100; missing: name -> x -> why there is no y; caption:
-    lines under it; intervals: name -> x -> (low, high), drawn as a bar through the point."""
+    lines under it; intervals: name -> x -> (low, high), drawn as a bar through the point; mark: an x, and what its line is."""
     xs = sorted({x for curve in (*curves.values(), *missing.values()) for x in curve})
     ys = [y for curve in curves.values() for y in curve.values()]
     if not xs or not ys:
@@ -57,6 +58,9 @@ def figure(
     for x in xs:
         parts.append(f'<line class="grid" x1="{at_x(x):.1f}" x2="{at_x(x):.1f}" y1="{TOP}" y2="{bottom}"/>')
         parts.append(f'<text class="soft" x="{at_x(x):.1f}" y="{bottom + 18}" text-anchor="middle">{x:,.0f}</text>')
+    if mark is not None and mark[0] in xs:
+        parts.append(f'<line class="marked" x1="{at_x(mark[0]):.1f}" x2="{at_x(mark[0]):.1f}" y1="{TOP}" y2="{bottom}"/>')
+        parts.append(f'<text class="fine" x="{at_x(mark[0]) + 6:.1f}" y="{bottom - 8}">{_text(mark[1])}</text>')
     parts.append(f'<text class="soft" x="{right}" y="{bottom + 36}" text-anchor="end">{_text(x_label)}</text>')
     parts.append(f'<text class="soft" x="{LEFT - 62}" y="{TOP - 12}">{_text(y_label)}</text>')
     for i, line in enumerate(lines):
@@ -94,7 +98,7 @@ def _head(title: str, series: int, height: int) -> str:
 svg {{ background: #fdfdfb; font: 13px ui-sans-serif, system-ui, -apple-system, "Segoe UI", Roboto, Arial, sans-serif; }}
 text {{ fill: #1c1e21; }} .soft, .fine {{ fill: #5d626a; }}
 .fine {{ font-size: 11px; }} .title {{ font-size: 17px; font-weight: 600; }}
-.grid {{ stroke: #ecebe6; }}
+.grid {{ stroke: #ecebe6; }} .marked {{ stroke: #5d626a; stroke-dasharray: 4 4; }}
 .line {{ stroke: currentColor; stroke-width: 2; stroke-linecap: round; }}
 .over {{ stroke-dasharray: 2 5; }} .mark {{ fill: currentColor; }}
 .cross {{ fill: none; stroke: currentColor; stroke-width: 2; }} {colours(LIGHT)}

@@ -25,6 +25,7 @@ MATTERS = {
     "ckpt": ("job", "for a cell the settings before the resume count (resumed_over), not the name of a file"),
     "resumed_over": ("cell", "settings that differed before the run was resumed; train() records them"),
     "test": ("job", "adds test scores and does not change training"),
+    "eval": ("job", "adds test scores at other lengths and does not change training"),
     "compile": ("job cell", "rounding and speed; a checkpoint does not depend on it"),
     "cuda_graph": ("job cell", "only speed, but a cell averages speeds, too"),
     "matmul_precision": ("job cell", "rounding and speed; a checkpoint does not depend on it"),

@@ -136,7 +136,16 @@ class SequenceModel(nn.Module):
         tokens, targets (B, L) -> losses (B, L), float32, nats, 0 where a target is ignore_index; right (B, L) bool: whether
         the target has the largest logit, False where it is ignore_index.
         """
-        h = self.hidden(tokens)  # (B, L, D)
+        return self._judge(self.hidden(tokens), targets, ignore_index)
+
+    def score_from(
+        self, tokens: Tensor, targets: Tensor, state: ModelState, ignore_index: int = -100
+    ) -> tuple[Tensor, Tensor, ModelState]:
+        """As `score`, from the state before the tokens; also returns the state after them."""
+        x, y, state = self._take_in(tokens, state)
+        return *self._judge(self.norm(x, y)[1], targets, ignore_index), state
+
+    def _judge(self, h: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
         nats, right = linear_cross_entropy(h.flatten(0, 1), self.embedding.weight, targets.flatten(), ignore_index)
         return nats.view_as(targets), right.view_as(targets)
 

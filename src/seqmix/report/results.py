@@ -17,6 +17,7 @@ import functools
 import hashlib
 import json
 import math
+import re
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
@@ -73,6 +74,8 @@ class Cell:
     used: list[Run] = field(default_factory=list)
     results: dict[str, Result] = field(default_factory=dict)
     variant: str = ""
+    # eval.lengths: length -> metric -> its result there
+    at_lengths: dict[int, dict[str, Result]] = field(default_factory=dict)
     mixed: tuple[str, ...] = ()  # facts that differ within, because the caller asked to average over them
 
     @property
@@ -145,6 +148,7 @@ def build_report(runs: list[Run], title: str, average_over: Iterable[str] = (), 
         _pick_rate(cell)
         for metric in metrics:
             cell.results[metric.name] = summarize(_value(metric, run, cell) for run in cell.used)
+        cell.at_lengths = _at_lengths(cell)
     differences = []
     for task in sorted({cell.task for cell in cells}):
         differences += _differences(task, [cell for cell in cells if cell.task == task])
@@ -159,6 +163,14 @@ def build_report(runs: list[Run], title: str, average_over: Iterable[str] = (), 
 def _value(metric: Metric, run: Run, cell: Cell) -> float | None:
     """None for a run that did not finish, even where a part of its numbers is known, and where no rate could be picked."""
     return metric.read(run) if run.status == "complete" and cell.lr in cell.tried else None
+
+
+def _at_lengths(cell: Cell) -> dict[int, dict[str, Result]]:
+    """What the complete runs of a cell scored at other lengths; a length at which all ran out of memory has no finite value."""
+    runs = [run for run in cell.used if run.status == "complete"]
+    lengths = {int(match[1]) for run in runs for key in run.summary if (match := re.fullmatch(r"length/(\d+)/.*", key))}
+    names = ("token_accuracy", "sequence_accuracy")
+    return {n: {name: summarize(run.number(f"length/{n}/{name}") for run in runs) for name in names} for n in sorted(lengths)}
 
 
 def summarize(values: Iterable[float | None]) -> Result:

@@ -93,6 +93,15 @@ def markdown(report: Report) -> str:
                 at = {c.seq_len: c for c in mine if c.series == series}
                 out += _row([series, *(words(at[n].results[metric.name], metric, at[n]) if n in at else "" for n in lengths)])
             out.append("")
+    for (task, trained), cells in _extrapolations(report).items():
+        lengths = sorted({n for cell in cells for n in cell.at_lengths})
+        for metric in [m for m in report.metrics if m.kind == "accuracy"]:
+            out += [f"## {task}, trained at L={trained}: {_title(metric)} at other lengths", ""]
+            out += _row(["", *(f"L={n}" for n in lengths)]) + _row(["---", *("--:" for _ in lengths)])
+            for cell in cells:
+                at = {n: results[metric.name] for n, results in cell.at_lengths.items()}
+                out += _row([cell.series, *(_beyond(at.get(n), metric) for n in lengths)])
+            out.append("")
     out += ["## All cells", "", *_row(["task", "model", "L", "lr", "runs", *map(_title, report.metrics)])]
     out += _row(["---", "---", "--:", "--:", "--:", *("--:" for _ in report.metrics)])
     for cell in report.cells:
@@ -122,31 +131,63 @@ def markdown(report: Report) -> str:
     return "\n".join([*out, "```", ""])
 
 
+def _beyond(result: Result | None, metric: Metric) -> str:
+    if result is None:
+        return ""
+    if result.median is None:
+        return LABELS["oom"]
+    return f"{number(result.median, metric)} {interval(result, metric)}".rstrip()
+
+
+def _extrapolations(report: Report) -> dict[tuple[str, int], list[Cell]]:
+    """(task, training length) -> the cells whose weights were tested at other lengths, too (eval.lengths)."""
+    found: dict[tuple[str, int], list[Cell]] = {}
+    for cell in report.cells:
+        if cell.at_lengths and cell.seq_len is not None:
+            found.setdefault((cell.task, cell.seq_len), []).append(cell)
+    return found
+
+
 def figures(report: Report) -> dict[str, str]:
-    """File name -> an SVG of the first accuracy of a task against length; of tasks with several lengths."""
+    """File name -> an SVG of the first accuracy of a task: against the length that runs were trained at, where there are
+    several, and against the lengths that weights were tested at."""
     drawn = {}
     for metric in [m for m in report.metrics if m.kind == "accuracy"][:1]:
         for task in report.tasks:
             cells = [c for c in report.cells if c.task == task and c.seq_len is not None]
             if len({c.seq_len for c in cells if c.results[metric.name].finite}) < 2:
                 continue
-            curves, intervals, missing = {}, {}, {}
-            for cell in cells:
-                result, series = cell.results[metric.name], cell.series
-                curve, bars = curves.setdefault(series, {}), intervals.setdefault(series, {})
-                if result.median is None:
-                    missing.setdefault(series, {})[cell.seq_len] = statuses(cell)
-                else:
-                    curve[cell.seq_len] = metric.scale * result.median
-                if result.low is not None:
-                    bars[cell.seq_len] = metric.scale * result.low, metric.scale * result.high
+            points = [(c.series, c.seq_len, c.results[metric.name], statuses(c)) for c in cells]
             seeds = sorted({len(c.used) for c in cells})
             many = f"{seeds[0]} to {seeds[-1]} seeds" if len(seeds) > 1 else f"{seeds[0]} seed{'s' * (seeds[0] != 1)}"
             caption = [f"Medians of {many} at the best learning rate; bars: 95 % bootstrap intervals of the median."]
+            curves, missing, bars = _curves(points, metric)
             title = f"{task}: {metric.label.lower()}"
-            svg = figure(title, "length, log scale", metric.unit, curves, missing, caption, intervals, percent=True)
+            svg = figure(title, "length, log scale", metric.unit, curves, missing, caption, bars, percent=True)
             drawn[f"{metric.name}_{task}.svg"] = svg
+        for (task, trained), cells in _extrapolations(report).items():
+            points = [(c.series, trained, c.results[metric.name], statuses(c)) for c in cells if trained not in c.at_lengths]
+            points += [(c.series, n, at[metric.name], LABELS["oom"]) for c in cells for n, at in c.at_lengths.items()]
+            caption = ["Medians over seeds of weights trained at one length; bars: 95 % bootstrap intervals of the median."]
+            curves, missing, bars = _curves(points, metric)
+            mark, title = (trained, "training length"), f"{task}, trained at L={trained}: {metric.label.lower()}"
+            axis = "length in the test, log scale"
+            svg = figure(title, axis, metric.unit, curves, missing, caption, bars, percent=True, mark=mark)
+            drawn[f"{metric.name}_{task}_trained_at_{trained}.svg"] = svg
     return drawn
+
+
+def _curves(points: list[tuple[str, int, Result, str]], metric: Metric) -> tuple[dict, dict, dict]:
+    """(series, length, result, why there is none) -> curves, what is missing, and intervals, as `figure` takes them."""
+    curves, missing, intervals = ({series: {} for series, *_ in points} for _ in range(3))
+    for series, length, result, why in points:
+        if result.median is None:
+            missing[series][length] = why
+        else:
+            curves[series][length] = metric.scale * result.median
+        if result.low is not None:
+            intervals[series][length] = metric.scale * result.low, metric.scale * result.high
+    return curves, missing, intervals
 
 
 def _title(metric: Metric) -> str:

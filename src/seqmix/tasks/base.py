@@ -77,6 +77,7 @@ class Task(L.LightningDataModule):
         chance_token_accuracy      accuracy of the best guess without the inputs
         chance_sequence_accuracy   the same for a whole row
         answer_bits                bits that must be remembered for one row's answer, or None
+        answers_are_inputs         whether a scored target is always the next input: the model can then feed on its own answers
         vocabulary                 dict that describes what the ids mean; a checkpoint with another one is refused
 
     Args:
@@ -95,6 +96,7 @@ class Task(L.LightningDataModule):
     chance_token_accuracy: float
     chance_sequence_accuracy: float
     answer_bits: float | None = None
+    answers_are_inputs: bool = False
     vocabulary: dict
 
     def __init__(
