@@ -61,10 +61,11 @@ def mamba_step(
     Raises:
         ValueError: an invalid shape, dtype, device or name, or an implementation that cannot run here.
     """
-    dtype = frame.autocast_dtype(u) or u.dtype
+    cast = frame.autocast_dtype(u)
+    dtype = cast or u.dtype
     tensors = (u, in_proj, in_bias, conv, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, out_proj, out_bias, conv_state,
                ssm_state)  # fmt: skip
-    _check(*tensors, discretization, dtype)
+    _check(*tensors, discretization, dtype, cast is not None)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     name = OPERATOR.choose(impl, u, conv, needs_grad)
     with frame.autocast_off(u.device.type):
@@ -101,7 +102,7 @@ frame.register(
 
 def _check(
     u, in_proj, in_bias, conv, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, out_proj, out_bias, conv_state, ssm_state,
-    discretization: str, dtype: torch.dtype,
+    discretization: str, dtype: torch.dtype, autocast: bool,
 ) -> None:  # fmt: skip
     for name, t, axes in (("u", u, "(B, M)"), ("conv", conv, "(E, W)"), ("A_log", A_log, "(E, N)"),
                           ("dt_proj", dt_proj, "(E, R)")):  # fmt: skip
@@ -111,7 +112,7 @@ def _check(
         raise ValueError(f"u must be float32, bfloat16, float16 or float64; got {u.dtype}")
     (batch, d_model), (width, n), rank, taps = u.shape, A_log.shape, dt_proj.shape[1], conv.shape[1]
     own = torch.float64 if u.dtype == torch.float64 else torch.float32
-    products = (u.dtype,) if dtype == u.dtype else (dtype, torch.float32)
+    products = (dtype, torch.float32) if autocast else (dtype,)
     either = (u.dtype, dtype, own)
     wanted = (
         ("in_proj", in_proj, (2 * width, d_model), products), ("in_bias", in_bias, (2 * width,), products),
