@@ -104,6 +104,17 @@ def test_a_run_tests_its_weights_at_other_lengths(tmp_path, model):
     assert plain["test/loss"] == summary["test/loss"] and not any(key.startswith("length/") for key in plain)
 
 
+def test_a_task_that_answers_token_by_token_is_also_run_free(tmp_path):
+    """Strings of exactly the lengths that are asked for."""
+    line = ["task=copy_ar", "task.seq_len=12", "model=lstm", "eval.lengths=[6,30]", "eval.samples=16", "trainer.max_steps=2"]
+    summary = start(tmp_path / "run", *line)
+    for length in (6, 30):
+        scores = {key: summary[f"length/{length}/{key}"] for key in ("token_accuracy", "free_token_accuracy", "loss")}
+        assert 0 <= scores["free_token_accuracy"] <= 1 and scores["loss"] > 0
+    cfg = compose_run([*runs.SMALL, *line, "logger=none"], CONF, "nowhere")
+    assert {n: (task.shortest, task.longest) for n, task in lengths.tasks_at(cfg).items()} == {6: (2, 2), 30: (14, 14)}
+
+
 def test_out_of_memory_at_a_length_is_its_result(tmp_path, monkeypatch):
     score = lengths.score
 

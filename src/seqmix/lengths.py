@@ -37,7 +37,10 @@ def tasks_at(cfg: DictConfig) -> dict[int, Task]:
     whole("eval.samples", cfg.eval.samples, 1)
     here, found = build(cfg.task), {}
     for length in lengths:
-        found[length] = build(OmegaConf.merge(cfg.task, {"seq_len": length, "eval_samples": cfg.eval.samples}))
+        keys = {"seq_len": length, "eval_samples": cfg.eval.samples}
+        if "min_len" in cfg.task:
+            keys["min_len"] = length  # in the units of seq_len
+        found[length] = build(OmegaConf.merge(cfg.task, keys))
         if found[length].vocab_size != here.vocab_size:
             raise ValueError(
                 f"eval.lengths: the task has {found[length].vocab_size} ids at task.seq_len={length} and {here.vocab_size} at "

@@ -11,6 +11,7 @@ import itertools
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -67,18 +68,23 @@ def symbol_names(n: int) -> list[str]:
     return list(LETTERS[:n]) if n <= len(LETTERS) else [str(i) for i in range(n)]
 
 
-class Task(L.LightningDataModule):
-    """Base class of all tasks. A subclass sets the attributes below and defines `sample`, `cells`, `definition`.
+class Described:
+    """What is known of every task once it is built (lm: the chances, and token_bytes of byte pairs, after `setup`)."""
 
-    Attributes, set by the constructor (lm: the chances, and token_bytes of byte pairs, by `setup`):
-        vocab_size                 V, ids are 0..V-1
-        seq_len                    L, the length of an input row, even if the task's key `seq_len` counts something else
-        token_bytes                None, or (V,) int64: the number of bytes of text that each token encodes
-        chance_token_accuracy      accuracy of the best guess without the inputs
-        chance_sequence_accuracy   the same for a whole row
-        answer_bits                bits that must be remembered for one row's answer, or None
-        answers_are_inputs         whether a scored target is always the next input: the model can then feed on its own answers
-        vocabulary                 dict that describes what the ids mean; a checkpoint with another one is refused
+    vocab_size: int  # V, ids are 0..V-1
+    seq_len: int  # L, the length of an input row, even if the task's key `seq_len` counts something else
+    token_bytes: Tensor | None = None  # (V,) int64: the number of bytes of text that each token encodes
+    chance_token_accuracy: float  # accuracy of the best guess without the inputs
+    chance_sequence_accuracy: float  # the same for a whole row
+    answer_bits: float | None = None  # bits that must be remembered for one row's answer
+    answers_are_inputs: bool = False  # whether a scored target is always the next input: the model can feed on its own answers
+    vocabulary: dict  # describes what the ids mean; a checkpoint with another one is refused
+
+
+@dataclass(eq=False, repr=False)
+class Task(Described, L.LightningDataModule):
+    """Base class of all tasks. A subclass is a dataclass too, and its fields are the keys of its file in conf/task. Its
+    `__post_init__` checks them and sets what `Described` lists; it defines `sample`, `cells`, `definition`.
 
     Args:
         batch_size, eval_batch_size: rows per step on each rank, in training and in val/test.
@@ -90,38 +96,25 @@ class Task(L.LightningDataModule):
         make_on: "device" makes the rows on the device of the model, several batches at once; "loader" makes them on the CPU.
     """
 
-    vocab_size: int
-    seq_len: int
-    token_bytes: Tensor | None = None
-    chance_token_accuracy: float
-    chance_sequence_accuracy: float
-    answer_bits: float | None = None
-    answers_are_inputs: bool = False
-    vocabulary: dict
+    _: KW_ONLY
+    batch_size: int = 32
+    eval_batch_size: int = 256
+    eval_samples: int = 2048
+    seed: int = 0
+    eval_seed: int = 1234
+    train_samples: int | None = None
+    num_workers: int = 0
+    make_on: str = "device"
 
-    def __init__(
-        self,
-        *,
-        batch_size: int,
-        eval_batch_size: int,
-        eval_samples: int,
-        seed: int,
-        eval_seed: int,
-        train_samples: int | None,
-        num_workers: int,
-        make_on: str,
-    ):
+    def __post_init__(self) -> None:
         super().__init__()
-        self.batch_size = whole("batch_size", batch_size, 1)
-        self.eval_batch_size = whole("eval_batch_size", eval_batch_size, 1)
-        self.eval_samples = whole("eval_samples", eval_samples, 1)
-        self.seed = whole("seed", seed, 0)
-        self.eval_seed = whole("eval_seed", eval_seed, 0)
-        self.train_samples = None if train_samples is None else whole("train_samples", train_samples, 1)
-        self.num_workers = whole("num_workers", num_workers, 0)
-        self.make_on = one_of("make_on", make_on, ("device", "loader"))
-        if num_workers and make_on == "device":
-            raise ValueError(f"num_workers={num_workers} has no effect with make_on=device; use make_on=loader")
+        for name, least in dict(batch_size=1, eval_batch_size=1, eval_samples=1, seed=0, eval_seed=0, num_workers=0).items():
+            whole(name, getattr(self, name), least)
+        if self.train_samples is not None:
+            whole("train_samples", self.train_samples, 1)
+        one_of("make_on", self.make_on, ("device", "loader"))
+        if self.num_workers and self.make_on == "device":
+            raise ValueError(f"num_workers={self.num_workers} has no effect with make_on=device; use make_on=loader")
         self._loaders: list[Loader] = []
 
     def sample(self, split: str, index: Tensor) -> Batch:

@@ -5,6 +5,7 @@ solves the task. It tests memory, not selection.
 """
 
 import math
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from seqmix.tasks import rng
 from seqmix.tasks.base import IGNORE, Batch, Task, one_of, symbol_names, whole
 
 
+@dataclass(eq=False, repr=False)
 class Copy(Task):
     """M tokens, a delay of blanks, and then the tokens again. Only the answer is scored.
 
@@ -47,36 +49,16 @@ class Copy(Task):
         variant: "s4", "markers" or "delay".
     """
 
-    def __init__(
-        self,
-        n_tokens: int = 8,
-        n_symbols: int = 14,
-        seq_len: int = 72,
-        *,
-        variant: str = "s4",
-        batch_size: int = 32,
-        eval_batch_size: int = 256,
-        eval_samples: int = 2048,
-        seed: int = 0,
-        eval_seed: int = 1234,
-        train_samples: int | None = None,
-        num_workers: int = 0,
-        make_on: str = "device",
-    ):
-        super().__init__(
-            batch_size=batch_size,
-            eval_batch_size=eval_batch_size,
-            eval_samples=eval_samples,
-            seed=seed,
-            eval_seed=eval_seed,
-            train_samples=train_samples,
-            num_workers=num_workers,
-            make_on=make_on,
-        )
-        M = self.n_tokens = whole("n_tokens", n_tokens, 1)
-        n = self.n_symbols = whole("n_symbols", n_symbols, 2)
-        L = self.seq_len = whole("seq_len", seq_len, 1)
-        self.variant = one_of("variant", variant, ("s4", "markers", "delay"))
+    n_tokens: int = 8
+    n_symbols: int = 14
+    seq_len: int = 72
+    _: KW_ONLY
+    variant: str = "s4"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        M, n, L = whole("n_tokens", self.n_tokens, 1), whole("n_symbols", self.n_symbols, 2), whole("seq_len", self.seq_len, 1)
+        variant = one_of("variant", self.variant, ("s4", "markers", "delay"))
         least = {"s4": 2 * M, "markers": 2 * M + 2, "delay": M + 1}[variant]
         if L < least:
             raise ValueError(f"seq_len={L} < {least}, the length that n_tokens={M} needs with variant={variant}")

@@ -54,13 +54,17 @@ def integers(keys: Tensor, n: int, high: int, stream: int) -> Tensor:
     return bits(keys, n, stream) % high
 
 
-def subset(keys: Tensor, k: int, n: int, stream: int) -> Tensor:
-    """For each key k of the n numbers 0..n-1, ascending; all subsets are equally likely. (B,) to (B, k) int64."""
+def distinct(keys: Tensor, k: int, n: int, stream: int) -> Tensor:
+    """For each key k different numbers of 0..n-1, in random order. (B,) to (B, k) int64."""
     low = max(1, (n - 1).bit_length())
     # The low bits are the number itself, so no two tickets are equal and every sort, stable or not, gives the same order.
     tickets = (bits(keys, n, stream) >> low << low) + torch.arange(n, device=keys.device)  # (B, n)
-    drawn = tickets.sort(1).values[:, :k] & ((1 << low) - 1)
-    return drawn.sort(1).values  # (B, k)
+    return tickets.sort(1).values[:, :k] & ((1 << low) - 1)
+
+
+def subset(keys: Tensor, k: int, n: int, stream: int) -> Tensor:
+    """For each key k of the n numbers 0..n-1, ascending; all subsets are equally likely. (B,) to (B, k) int64."""
+    return distinct(keys, k, n, stream).sort(1).values
 
 
 def permutation(seed: int, n: int, turn: int) -> Tensor:

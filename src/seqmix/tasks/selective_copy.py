@@ -5,6 +5,7 @@ model keeps a token must depend on the token.
 """
 
 import math
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from seqmix.tasks.base import IGNORE, LETTERS, Batch, Task, one_of, symbol_names
 SYMBOLS, PLACES, NOISE = range(3)  # random streams of a row
 
 
+@dataclass(eq=False, repr=False)
 class SelectiveCopy(Task):
     """M tokens lie among noise; after the marker the model must output them in order. Only the answer is scored.
 
@@ -47,41 +49,20 @@ class SelectiveCopy(Task):
         variant: "mamba", "s4" or "mad".
     """
 
-    def __init__(
-        self,
-        n_tokens: int = 8,
-        n_symbols: int = 14,
-        seq_len: int = 64,
-        *,
-        n_noise: int = 1,
-        marker: str = "auto",
-        variant: str = "mamba",
-        batch_size: int = 32,
-        eval_batch_size: int = 256,
-        eval_samples: int = 2048,
-        seed: int = 0,
-        eval_seed: int = 1234,
-        train_samples: int | None = None,
-        num_workers: int = 0,
-        make_on: str = "device",
-    ):
-        super().__init__(
-            batch_size=batch_size,
-            eval_batch_size=eval_batch_size,
-            eval_samples=eval_samples,
-            seed=seed,
-            eval_seed=eval_seed,
-            train_samples=train_samples,
-            num_workers=num_workers,
-            make_on=make_on,
-        )
-        M = self.n_tokens = whole("n_tokens", n_tokens, 1)
-        n = self.n_symbols = whole("n_symbols", n_symbols, 2)
-        whole("seq_len", seq_len, 1)
-        self.n_noise = whole("n_noise", n_noise, 1)
-        self.variant = one_of("variant", variant, ("mamba", "s4", "mad"))
-        self.marker = one_of("marker", marker, ("auto", "repeat", "once", "none"))
-        if marker == "auto":
+    n_tokens: int = 8
+    n_symbols: int = 14
+    seq_len: int = 64
+    _: KW_ONLY
+    n_noise: int = 1
+    marker: str = "auto"
+    variant: str = "mamba"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        M, n = whole("n_tokens", self.n_tokens, 1), whole("n_symbols", self.n_symbols, 2)
+        seq_len, n_noise = whole("seq_len", self.seq_len, 1), whole("n_noise", self.n_noise, 1)
+        variant = one_of("variant", self.variant, ("mamba", "s4", "mad"))
+        if one_of("marker", self.marker, ("auto", "repeat", "once", "none")) == "auto":
             self.marker = "once" if variant == "mad" else "repeat"
 
         query = M + (self.marker == "once")
