@@ -1,5 +1,5 @@
 """Mamba's selective scan. `which_impl` returns what "auto" selects and why; README.md has the mathematics."""
 
-from .op import IMPLS, selective_scan, which_impl
+from .op import DISCRETIZATIONS, IMPLS, selective_scan, which_impl, why_not
 
-__all__ = ["IMPLS", "selective_scan", "which_impl"]
+__all__ = ["DISCRETIZATIONS", "IMPLS", "selective_scan", "which_impl", "why_not"]

@@ -7,20 +7,28 @@ from ... import frame
 from ...frame import Impl, Operator
 from . import family, reference
 
+DISCRETIZATIONS = ("euler", "zoh", "euler_signed", "zoh_signed")
+
+
+def _no_signs(x: Tensor, discretization: str = "euler") -> str | None:
+    """The kernels keep products of decays as exponentials of sums, which have no sign."""
+    return f"it has no discretization={discretization!r}" if discretization.endswith("_signed") else None
+
+
 OPERATOR = Operator(
     __package__,
     Impl("sequential"),
     Impl("blelloch"),
     Impl("kogge_stone"),
     Impl("chunked"),
-    Impl("cpu", "cpu", "C kernel compiled on this machine"),
-    Impl("fused", "cuda", "fused GPU kernel"),
+    Impl("cpu", "cpu", "C kernel compiled on this machine", limit=_no_signs),
+    Impl("fused", "cuda", "fused GPU kernel", limit=_no_signs),
     fallback="chunked",
     slow=True,
     double=("sequential", "float64 is for checking: the plain recurrence"),
 )
 IMPLS = OPERATOR.names
-which_impl, why_not = OPERATOR.which_impl, OPERATOR.why_not  # what decides the choice: x
+which_impl, why_not = OPERATOR.which_impl, OPERATOR.why_not  # what decides the choice: x, discretization
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TORCH_CHUNK = 16  # steps per chunk in `chunked`
 
@@ -48,6 +56,9 @@ def selective_scan(
         y_t = (C_t · h_t + D x_t) · silu(z_t)
         B̄_t = Δ_t B_t ("euler") or (exp(Δ_t A) - 1)/A · B_t ("zoh", Δ_t B_t where A = 0)
 
+    "euler_signed" and "zoh_signed" have the decay 2 exp(Δ_t A) - 1 instead, between -1 and 1, and the same B̄ (Grazzi et al.
+    2024, arXiv 2411.12537, §4.2); only the implementations in plain torch have them.
+
     Args:
         x, dt, z: (B, L, D), channel-last, any strides, all of one dtype: float32, bfloat16, float16, or float64 in the
             torch implementations.
@@ -74,7 +85,7 @@ def selective_scan(
         x, dt, B, C = x.to(dtype), dt.to(dtype), B.to(dtype), C.to(dtype)
         z = None if z is None else z.to(dtype)
     _check(x, dt, A, B, C, D, z, dt_bias, discretization, initial_state, seq_idx, chunk)
-    name = OPERATOR.choose(impl, x)
+    name = OPERATOR.choose(impl, x, discretization)
     if name in ("cpu", "fused"):
         # the registered op takes its tensors first, in one order for all backends
         tensors = (x, dt, A, B, C, D, z, dt_bias, initial_state, seq_idx)
@@ -178,7 +189,7 @@ def _check(x, dt, A, B, C, D, z, dt_bias, discretization, initial_state, seq_idx
                 raise ValueError(f"{name} must hold integers; got {t.dtype}")
         elif t.dtype != dtype:
             raise ValueError(f"{name} must be {dtype} where x is {x.dtype}; got {t.dtype}")
-    if discretization not in ("euler", "zoh"):
-        raise ValueError(f'discretization must be "euler" or "zoh"; got {discretization!r}')
+    if discretization not in DISCRETIZATIONS:
+        raise ValueError(f"discretization must be one of {', '.join(DISCRETIZATIONS)}; got {discretization!r}")
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk must be at least 1; got {chunk}")

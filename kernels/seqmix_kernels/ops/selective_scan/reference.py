@@ -4,6 +4,8 @@
     h_t = exp(Δ_t A) h_{t-1} + B̄_t x_t        B̄_t = Δ_t B_t  (euler)   or   (exp(Δ_t A) - 1)/A · B_t  (zoh)
     y_t = (C_t · h_t + D x_t) · silu(z_t)
 
+euler_signed and zoh_signed have 2 exp(Δ_t A) - 1 in place of exp(Δ_t A) in the second line, and the same B̄.
+
 Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", 2023, §3.2 and algorithm 2. Every
 faster form is tested against it. Depth L, work O(B L D N), and autograd saves several (B, L, D, N) tensors.
 
@@ -45,8 +47,11 @@ def discretise(x, dt, A, B, dt_bias, dt_softplus: bool, discretization: str, seq
         delta = F.softplus(delta)
     delta = delta.reshape(grouped)
     u = delta * A.view(groups, -1, n)
-    step = delta if discretization == "euler" else delta * phi(u)
+    rule, _, signed = discretization.partition("_")
+    step = delta if rule == "euler" else delta * phi(u)
     decay = torch.exp(u)
+    if signed:
+        decay = 2 * decay - 1
     new = resets(seq_idx)
     if new is not None:
         decay = decay.masked_fill(new.view(batch, length, 1, 1, 1), 0.0)
