@@ -113,6 +113,7 @@ ARROWS = {
     "src/seqmix/quick_lightning.py": ("seqmix.startup",),
     "src/seqmix/figures.py": (),
     "src/seqmix/report": ("seqmix.display", "seqmix.figures", "seqmix.folders", "seqmix.identity", "seqmix.report"),
+    "src/seqmix/reproduce.py": ("seqmix.display", "seqmix.folders", "seqmix.report"),
     "src/seqmix/__init__.py": (),
 }
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("src/**/*.py"), *ROOT.glob("kernels/**/*.py")])

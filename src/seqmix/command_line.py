@@ -16,6 +16,7 @@ from typing import Any
 from hydra import compose
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -195,9 +196,12 @@ class _Line:
         return [override]
 
     def _options(self, override: Override) -> list[str]:
-        """The available choices, if the override chooses from a config group; else []."""
+        """The available choices, if the override chooses from a config group; else []. A group in a group is GROUP/CHOICE."""
         key = override.key_or_group
-        return [] if not key or "." in key or override.is_delete() else self.hydra.config_loader.get_group_options(key)
+        if not key or "." in key or override.is_delete():
+            return []
+        of, groups = self.hydra.config_loader.get_group_options, ObjectType.GROUP
+        return [*of(key), *(f"{inner}/{choice}" for inner in of(key, groups) for choice in of(f"{key}/{inner}"))]
 
     def _check_words(self, override: Override) -> None:
         line, key = override.input_line, override.key_or_group
