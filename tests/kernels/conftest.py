@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from extent import SHORT
 
 GUARD = 64  # elements before and after every tensor made by torch.empty
 
@@ -15,9 +16,9 @@ GUARD = 64  # elements before and after every tensor made by torch.empty
 @pytest.fixture(scope="session")
 def script(request):
     """script(name, *arguments): the JSON lines that a script of this folder prints, in a process of its own, where Triton's
-    interpreter is on only if the script asks for it. Where slow tests are left out, it runs a third of its cases (extent.py)
-    and `script.short` is true."""
-    short = "not slow" in request.config.getoption("markexpr")
+    interpreter is on only if the script asks for it. Where slow tests are left out, or SHORT is set, it runs a third of its
+    cases (extent.py) and `script.short` is true."""
+    short = "not slow" in request.config.getoption("markexpr") or SHORT
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
 
     def run(name, *arguments):

@@ -190,7 +190,7 @@ def test_kernels_compile_for_hopper_without_spills(script, kind):
 def test_kernels_compile_for_ampere_and_blackwell(script, kind, allowed):
     for arch in ("80", "100"):
         rows = [r for r in script("compile_scan.py", arch, kind, "first") if r["kernel"] in ("fwd_kernel", "bwd_kernel")]
-        assert len(rows) == (2 if kind == "plain" else 8)
+        assert len(rows) == (2 if kind == "plain" or script.short else 8)
         assert all(r["in_loop"] == 0 for r in rows if r["kernel"] == "bwd_kernel")
         assert all(r["stack"] <= allowed and r["shared"] <= 99 * 1024 for r in rows)
 
