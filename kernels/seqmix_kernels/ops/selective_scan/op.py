@@ -11,7 +11,8 @@ DISCRETIZATIONS = ("euler", "zoh", "euler_signed", "zoh_signed")
 
 
 def _no_signs(x: Tensor, discretization: str = "euler") -> str | None:
-    """The kernels keep products of decays as exponentials of sums, which have no sign."""
+    """The backward of each kernel takes exp(Δ A) for the decay, and where the GPU kernels split L they compose decays as
+    exp(A ΣΔ); neither is written for 2 exp(Δ A) - 1 yet."""
     return f"it has no discretization={discretization!r}" if discretization.endswith("_signed") else None
 
 
